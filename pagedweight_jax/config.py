@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen configurations: the model's, the pages', the planner's and the server's. No defaults are read elsewhere."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagedweight_jax.errors import UserError
+
+GATE_UP, DOWN = 0, 1
+"""The linear-block kinds u: indices of every axis U."""
+
+KINDS = ("gate_up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder's architecture, independent of the names a family gives its fields. Hashable: it is static under jit.
+
+    Attributes:
+      family: Hugging Face's ``model_type``.
+      sparse_layers: one bool per layer, True where the feed-forward part is a mixture of experts.
+      windows: sliding-window width per layer in tokens, 0 for full attention.
+      intermediate_size: width of dense (not sparse) layers.
+      moe_intermediate_size: F, width of a routed expert.
+      shared_expert_intermediate_size: width of the shared expert, 0 for none.
+      eos_token_ids: tokens that end a request unless it says otherwise.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    hidden_act: str
+    rms_norm_eps: float
+    rope_theta: float
+    qkv_bias: bool
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    sparse_layers: tuple[bool, ...]
+    windows: tuple[int, ...]
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Length of axis L of every routed-expert table: dense layers have no row there."""
+        return sum(self.sparse_layers)
+
+    def block_shape(self, kind: int) -> tuple[int, int]:
+        """(N, C) of a linear-block of ``kind``: gate_up is [2F, D], down is [D, F]."""
+        if kind == GATE_UP:
+            return 2 * self.moe_intermediate_size, self.hidden_size
+        return self.hidden_size, self.moe_intermediate_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+    """Switches and thresholds of the runtime planner (Algorithm 1).
+
+    Attributes:
+      low_watermark_blocks: T_blk of eq. 7; pressure is triggered when fewer KV blocks than this are free.
+      high_watermark_blocks: free KV blocks above which precision is raised again.
+      hysteresis_boundaries: a block lowered within this many boundaries is not raised.
+      max_reload_bytes: bytes that one boundary may start to reload.
+      global_sensitivity: False scores every action alike (uniform bits), the ablation.
+      page_movement: False keeps the initial bits, the ablation "no page movement".
+    """
+
+    low_watermark_blocks: int = 8
+    high_watermark_blocks: int = 16
+    hysteresis_boundaries: int = 8
+    max_reload_bytes: int = 64 << 20
+    global_sensitivity: bool = True
+    page_movement: bool = True
+
+    def __post_init__(self):
+        if not 0 <= self.low_watermark_blocks <= self.high_watermark_blocks:
+            raise UserError(
+                f"planner watermarks: need 0 <= low <= high free KV blocks, got low {self.low_watermark_blocks}, "
+                f"high {self.high_watermark_blocks}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How an engine is laid out.
+
+    Attributes:
+      memory_bytes: the budget for everything that lives on the device.
+      max_num_seqs: B, decode rows; rows are always padded to it.
+      max_model_len: longest context of a request, in tokens.
+      prefill_chunk_tokens: tokens of a prefill call; chunk borders lie at its multiples.
+      steps_per_call: decode steps between two boundaries.
+      mode: ``dynamic`` (the planner decides), ``frozen`` (bits fixed at the start).
+      dtype: activations and dense weights on the device; None means bfloat16 on a GPU and float32 elsewhere.
+      kv_dtype: dtype of the KV cache.
+      bits: in ``frozen`` mode, one uniform bitwidth, or None for the bits that the budget gives.
+    """
+
+    memory_bytes: int
+    max_num_seqs: int = 8
+    max_model_len: int = 2048
+    prefill_chunk_tokens: int = 128
+    steps_per_call: int = 8
+    mode: Literal["dynamic", "frozen"] = "dynamic"
+    dtype: str | None = None
+    kv_dtype: str = "bfloat16"
+    bits: int | None = None
+    planner: PlannerConfig = PlannerConfig()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixed-precision MoE feed-forward in plain JAX: the definition that the kernels are held to."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.bitplane import BlockLayout, dequantize_pages
+from pallas_kernels.moe_ffn.api import ACTIVATIONS, WeightPages
+
+
+def read_block(arena_AW: jax.Array, frames_F: jax.Array, bits: jax.Array, layout: BlockLayout) -> jax.Array:
+    """Returns one block's weights, float32[N, C], at its run-time bitwidth; only resident planes are read.
+
+    Args:
+      arena_AW: uint32 frames.
+      frames_F: int32, the block's frame list.
+      bits: int32 scalar in min_bits..max_bits.
+      layout: the block's layout.
+    """
+
+    def at(num_pages):
+        def read():
+            starts = layout.page_starts
+            frames = arena_AW[frames_F[: starts[num_pages]]]
+            return dequantize_pages([frames[starts[p] : starts[p + 1]] for p in range(num_pages)], layout)
+
+        return read
+
+    return lax.switch(bits - layout.min_bits, [at(b) for b in range(layout.min_bits, layout.max_bits + 1)])
+
+
+def moe_ffn(
+    arena_AW: jax.Array,
+    pages: WeightPages,
+    m_TD: jax.Array,
+    ids_TK: jax.Array,
+    weights_TK: jax.Array,
+    activation: str,
+) -> jax.Array:
+    """Returns sum_k w_k down[e_k] (act(gate[e_k] m) * (up[e_k] m)), float32[T, D].
+
+    Loops over the experts that some token uses, in ascending order, and dequantizes each once. The order and the shapes
+    do not depend on the other rows' tokens, so neither does a row's result.
+
+    Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
+    """
+    num_experts = pages.bits_EU.shape[0]
+    act = ACTIVATIONS[activation]
+    used_E = jnp.zeros(num_experts, bool).at[ids_TK].set(True, mode="drop")
+    order_E = jnp.argsort(~used_E, stable=True)  # used experts first, ascending
+
+    def add_expert(i, y_TD):
+        e = order_E[i]
+        gate_up_NC = read_block(arena_AW, pages.gate_up_frames_EF[e], pages.bits_EU[e, 0], pages.gate_up)
+        down_NC = read_block(arena_AW, pages.down_frames_EF[e], pages.bits_EU[e, 1], pages.down)
+        gate_up_TN = jnp.einsum("TC,NC->TN", m_TD, gate_up_NC.astype(m_TD.dtype), preferred_element_type=jnp.float32)
+        gate_TF, up_TF = jnp.split(gate_up_TN, 2, axis=-1)
+        h_TF = (act(gate_TF) * up_TF).astype(m_TD.dtype)
+        down_TD = jnp.einsum("TF,NF->TN", h_TF, down_NC.astype(m_TD.dtype), preferred_element_type=jnp.float32)
+        r_T = jnp.sum(jnp.where(ids_TK == e, weights_TK, 0.0), axis=-1)
+        return y_TD + r_T[:, None] * down_TD
+
+    def body(i, y_TD):
+        return lax.cond(used_E[order_E[i]], lambda y: add_expert(i, y), lambda y: y, y_TD)
+
+    y_TD = jnp.zeros((m_TD.shape[0], pages.down.rows), jnp.float32)
+    return lax.fori_loop(0, min(num_experts, ids_TK.size), body, y_TD)
