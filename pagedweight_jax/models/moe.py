@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing, and the plain definition of the routed experts."""
+
+import jax
+import jax.numpy as jnp
+
+from pagedweight_jax.models.layers import Activation, matmul, mlp
+from pagedweight_jax.models.weights import ExpertWeights, MoEWeights
+
+
+def route(m_TD: jax.Array, router_DE: jax.Array, k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns each token's experts: weights float32[T, K], largest first, and ids int32[T, K].
+
+    The weights are the softmax over all E experts, in float32; of equal ones the lower id wins.
+
+    Args:
+      m_TD: the normed inputs of the feed-forward part.
+      router_DE: the router's matrix.
+      k: experts per token.
+      renormalise: divide the k weights by their sum.
+    """
+    probabilities_TE = jax.nn.softmax(matmul(m_TD, router_DE), axis=-1)
+    weights_TK, ids_TK = jax.lax.top_k(probabilities_TE, k)
+    if renormalise:
+        weights_TK = weights_TK / jnp.sum(weights_TK, axis=-1, keepdims=True)
+    return weights_TK, ids_TK.astype(jnp.int32)
+
+
+def dense_experts(
+    m_TD: jax.Array, ids_TK: jax.Array, weights_TK: jax.Array, experts: ExpertWeights, act: Activation
+) -> jax.Array:
+    """Returns ``y_t = sum_k weights_tk * down[e] @ (act(gate[e] @ m_t) * (up[e] @ m_t))``, e = ids_tk, float32[T, D].
+
+    Runs every expert on every token, in the order of their ids: the definition, not a fast path.
+    """
+
+    def add_expert(e, y_TD):
+        weight_T = jnp.sum(jnp.where(ids_TK == e, weights_TK, 0), axis=-1, dtype=jnp.float32)
+        gate_TF, up_TF = jnp.split(matmul(m_TD, experts.gate_up_ENC[e].T), 2, axis=-1)
+        h_TF = (act(gate_TF) * up_TF).astype(m_TD.dtype)
+        return y_TD + weight_T[:, None] * matmul(h_TF, experts.down_ENC[e].T)
+
+    return jax.lax.fori_loop(0, experts.down_ENC.shape[0], add_expert, jnp.zeros(m_TD.shape, jnp.float32))
+
+
+def shared_expert(m_TD: jax.Array, w: MoEWeights, act: Activation) -> jax.Array:
+    """Returns the shared expert's part, ``sigmoid(m . shared_gate) * mlp(m)``, float32[T, D]."""
+    gate_T1 = jax.nn.sigmoid(matmul(m_TD, w.shared_gate_D[:, None]))
+    return gate_T1 * mlp(m_TD, w.shared, act)

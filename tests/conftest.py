@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that every room's tests share."""
+
+import jax
+import pytest
+
+from pagedweight_jax.config import ModelConfig
+from pagedweight_jax.models.weights import init_weights
+
+
+def make_tiny_config(**overrides) -> ModelConfig:
+    fields = {
+        "family": "qwen2_moe",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "qkv_bias": True,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+        "eos_token_ids": (0,),
+    } | overrides
+    fields.setdefault("sparse_layers", (True,) * fields["num_layers"])
+    fields.setdefault("windows", (0,) * fields["num_layers"])
+    return ModelConfig(**fields)
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """The function ``tiny_config(**overrides) -> ModelConfig``: Qwen2-MoE, D 64, F 32, 4 experts top-2, 2 layers."""
+    return make_tiny_config
+
+
+@pytest.fixture(scope="session")
+def tiny_weights():
+    """Float32 random weights of ``tiny_config()``."""
+    return init_weights(make_tiny_config(), jax.random.key(0))
