@@ -66,11 +66,11 @@ class PlannerConfig:
     """Switches and thresholds of the runtime planner (Algorithm 1).
 
     Attributes:
-      low_watermark_blocks: T_blk of eq. 7; pressure is triggered when fewer KV blocks than this are free.
-      high_watermark_blocks: free KV blocks above which precision is raised again.
+      low_watermark_blocks: T_blk of eq. 7; pressure is triggered when no more KV blocks than this are free.
+      high_watermark_blocks: precision is raised again only with free KV blocks above this many.
       hysteresis_boundaries: a block lowered within this many boundaries is not raised.
       max_reload_bytes: bytes that one boundary may start to reload.
-      global_sensitivity: False scores every action alike (uniform bits), the ablation.
+      global_sensitivity: False lowers all blocks alike, highest bits first (uniform bits), the ablation.
       page_movement: False keeps the initial bits, the ablation "no page movement".
     """
 
@@ -86,6 +86,11 @@ class PlannerConfig:
             raise UserError(
                 f"planner watermarks: need 0 <= low <= high free KV blocks, got low {self.low_watermark_blocks}, "
                 f"high {self.high_watermark_blocks}"
+            )
+        if self.hysteresis_boundaries < 0 or self.max_reload_bytes < 0:
+            raise UserError(
+                f"planner: hysteresis boundaries and reload bytes must not be negative, got "
+                f"{self.hysteresis_boundaries} and {self.max_reload_bytes}"
             )
 
 
