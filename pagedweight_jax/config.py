@@ -108,6 +108,8 @@ class ServeConfig:
       dtype: activations and dense weights on the device; None means bfloat16 on a GPU and float32 elsewhere.
       kv_dtype: dtype of the KV cache.
       bits: in ``frozen`` mode, one uniform bitwidth, or None for the bits that the budget gives.
+      kv_tokens: context, over all rows, that the initial bits leave room for; None means the high watermark in
+        ``dynamic`` mode, and every row at ``max_model_len`` in ``frozen`` mode.
     """
 
     memory_bytes: int
@@ -119,4 +121,14 @@ class ServeConfig:
     dtype: str | None = None
     kv_dtype: str = "bfloat16"
     bits: int | None = None
+    kv_tokens: int | None = None
     planner: PlannerConfig = PlannerConfig()
+
+    def __post_init__(self):
+        for name in ("memory_bytes", "max_num_seqs", "max_model_len", "prefill_chunk_tokens", "steps_per_call"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.mode not in ("dynamic", "frozen"):
+            raise UserError(f"mode must be dynamic or frozen, got {self.mode!r}")
+        if self.bits is not None and self.mode != "frozen":
+            raise UserError(f"bits={self.bits} needs mode='frozen': the dynamic mode chooses its bits itself")

@@ -16,8 +16,8 @@ One plane is cut into tiles of R rows x T words of 32 bits; a tile covers 32 T c
       bit 31   [  31T       | 31T+1     | ... | 32T-1      ]
 
 so bit j of all T words of a row is one run of T columns: a kernel unpacks a row with 32 shifts and no reshape.
-Tiles are stored row group by row group, ``[N/R][C/32T][R][T]``. Tile sizes are powers of two, hence a tile never crosses
-a frame and one table entry finds it.
+Tiles are stored row group by row group, ``[N/R][C/32T][R][T]``. Tile sizes are powers of two, hence a tile never
+crosses a frame and one table entry finds it.
 
 gate_up holds F gate rows and F up rows. They are stored interleaved: a tile of R rows is R/2 gate rows followed by the
 R/2 up rows of the same numbers, so that one program computes ``act(gate) * up`` from neighbouring memory.

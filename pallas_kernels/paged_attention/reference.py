@@ -33,7 +33,7 @@ def paged_attention(
     A split that a query does not see leaves its running maximum, sum and output exactly as they were, so the result of
     a row does not depend on how far the other rows' contexts reach.
     """
-    num_rows, num_queries, num_heads, head_dim = q_BTHM.shape
+    num_rows, num_queries, _, head_dim = q_BTHM.shape
     num_blocks = table_BGF.shape[1]
     split_blocks = max(1, min(SPLIT_TOKENS // layout.block_tokens, num_blocks))
     num_splits = -(-num_blocks // split_blocks)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's record: one line per boundary, with the numbers behind every decision."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryEvent:
+    """What one boundary saw and decided.
+
+    Attributes:
+      boundary: its number.
+      time_seconds: since the engine was built.
+      rows: decode rows in use; ``waiting``: requests without one.
+      chunks: prefill calls; ``decode_steps``: steps of the decode call, 0 if it was left out.
+      admitted, preempted: request numbers. ``finished``: those whose last token the host saw.
+      tokens: generated tokens that the host saw.
+      context_tokens: tokens of all running requests that the host knows.
+      kv_bytes, weight_bytes, releasing_bytes, free_bytes: the arena's share of each.
+      device_bytes: the ledger's sum, never above ``budget_bytes``.
+      free_blocks, pending_blocks: as the planner saw them.
+      target_bytes: D of eq. 7.
+      mean_bits: committed bits, mean over blocks weighted by their number of weights.
+      blocks_by_bits: linear-blocks committed at each bitwidth.
+      lowered, raised: (layer, expert, kind, from bits, to bits) committed at this boundary.
+      reloads_started, pages_landed, pages_cancelled, pages_offloaded: pages.
+      moved_bytes: bytes of pages that landed.
+    """
+
+    boundary: int
+    time_seconds: float
+    rows: int
+    waiting: int
+    chunks: int
+    decode_steps: int
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+    finished: tuple[int, ...]
+    tokens: int
+    context_tokens: int
+    kv_bytes: int
+    weight_bytes: int
+    releasing_bytes: int
+    free_bytes: int
+    device_bytes: int
+    budget_bytes: int
+    free_blocks: int
+    pending_blocks: int
+    target_bytes: int
+    mean_bits: float
+    blocks_by_bits: dict[int, int]
+    lowered: tuple[tuple[int, int, int, int, int], ...]
+    raised: tuple[tuple[int, int, int, int, int], ...]
+    reloads_started: int
+    pages_landed: int
+    pages_cancelled: int
+    pages_offloaded: int
+    moved_bytes: int
+
+
+def write_events(path: Path, events: Iterable[BoundaryEvent]) -> None:
+    """Writes one JSON object per line."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        for event in events:
+            file.write(json.dumps(asdict(event)) + "\n")

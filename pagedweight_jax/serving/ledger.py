@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory ledger: everything that lives on the device is an entry, and the sum never exceeds the budget."""
+
+from dataclasses import dataclass
+
+import jax
+
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.serving.state import Geometry
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a size such as ``12.3 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of all arrays (or abstract arrays) of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """What the device holds, in bytes. ``arena`` is what the rest of the budget leaves, in whole frames.
+
+    Attributes:
+      budget_bytes: the user's number.
+      dense_bytes: weights that are not paged.
+      table_bytes: page tables, block tables and sampling state, twice: a step's new tables exist beside the old ones.
+      temporary_bytes: the largest compiled program's own temporaries and results.
+      staging_bytes: pages on their way from the host that have not landed yet, at most.
+      arena_bytes: weight pages, KV blocks, frames being released and free frames.
+    """
+
+    budget_bytes: int
+    dense_bytes: int
+    table_bytes: int
+    temporary_bytes: int
+    staging_bytes: int
+    arena_bytes: int
+
+    def __post_init__(self):
+        if self.total_bytes > self.budget_bytes:
+            raise ValueError(f"ledger of {self.total_bytes} bytes exceeds its budget of {self.budget_bytes} bytes")
+
+    @property
+    def total_bytes(self) -> int:
+        return self.dense_bytes + self.table_bytes + self.temporary_bytes + self.staging_bytes + self.arena_bytes
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Returns (what, bytes) for the start-up table."""
+        return [
+            ("dense weights", self.dense_bytes),
+            ("tables and sampling state", self.table_bytes),
+            ("compiled programs' temporaries", self.temporary_bytes),
+            ("pages in transfer, at most", self.staging_bytes),
+            ("arena: weight pages and KV cache", self.arena_bytes),
+            ("not used", self.budget_bytes - self.total_bytes),
+        ]
+
+
+def plan_ledger(
+    *,
+    budget_bytes: int,
+    dense_bytes: int,
+    table_bytes: int,
+    temporary_bytes: int,
+    staging_bytes: int,
+    floor_bytes: int,
+    geometry: Geometry,
+) -> Ledger:
+    """Returns the ledger whose arena takes what the other entries leave.
+
+    Args:
+      budget_bytes .. staging_bytes: see ``Ledger``.
+      floor_bytes: the routed experts' pages at their lowest bitwidths.
+      geometry: the engine's shapes; the arena must also hold the KV cache of one request of ``max_model_len`` tokens.
+
+    Raises:
+      UserError: the budget does not hold the model at the floor and that one request, with the numbers.
+    """
+    fixed_bytes = dense_bytes + table_bytes + temporary_bytes + staging_bytes
+    left_bytes = budget_bytes - fixed_bytes
+    block_bytes, block_tokens = geometry.block_bytes, geometry.kv.block_tokens
+    one_request_bytes = geometry.blocks_per_row * block_bytes
+    if left_bytes < floor_bytes + one_request_bytes:
+        kv_tokens = max(0, (left_bytes - floor_bytes) // block_bytes) * block_tokens
+        raise UserError(
+            f"a budget of {format_bytes(budget_bytes)} is too small: {format_bytes(fixed_bytes)} for dense weights, "
+            f"tables and temporaries, {format_bytes(floor_bytes)} for the experts at their lowest bitwidth and "
+            f"{format_bytes(one_request_bytes)} for one request of {geometry.max_model_len} tokens make "
+            f"{format_bytes(fixed_bytes + floor_bytes + one_request_bytes)}; the longest context that fits is "
+            f"{kv_tokens} tokens"
+        )
+    return Ledger(
+        budget_bytes=budget_bytes,
+        dense_bytes=dense_bytes,
+        table_bytes=table_bytes,
+        temporary_bytes=temporary_bytes,
+        staging_bytes=staging_bytes,
+        arena_bytes=left_bytes // geometry.frame_bytes * geometry.frame_bytes,
+    )

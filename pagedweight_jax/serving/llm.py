@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation: prompts in, texts out, with as many requests in flight as the engine has rows."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pagedweight_jax.checkpoint.paged import open_checkpoint
+from pagedweight_jax.config import ServeConfig
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.request import Request, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def load_tokenizer(folder: Path):
+    """Returns the folder's tokenizer.
+
+    Raises:
+      UserError: there is none.
+    """
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no tokenizer that can be loaded; give token ids instead of text") from error
+
+
+class LLM:
+    """A paged checkpoint, ready to generate.
+
+    Example:
+      >>> llm = LLM("demo.paged", ServeConfig(memory_bytes=40 << 20))
+      >>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))[0].text
+
+    Args:
+      path: a paged checkpoint (``pagedweight convert``).
+      config: budget, rows, context, planner.
+
+    Raises:
+      UserError: no checkpoint there, a damaged one, or a budget that is too small.
+    """
+
+    def __init__(self, path: str | Path, config: ServeConfig):
+        self.path = Path(path)
+        self.engine = Engine(open_checkpoint(self.path), config)
+        self._tokenizer = None
+
+    @property
+    def tokenizer(self):
+        """The checkpoint's tokenizer, loaded when it is first needed."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.path)
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_step: Callable[["LLM"], None] = lambda llm: None,
+    ) -> list[RequestOutput]:
+        """Returns one output per prompt, in their order. All prompts are checked before the first one runs.
+
+        Args:
+          prompts: texts, or token ids.
+          params: for all prompts, or one for each.
+          on_step: called after every boundary, for progress displays; ``llm.engine.events[-1]`` is its record.
+
+        Raises:
+          UserError: a prompt that cannot be served, with its place in ``prompts``.
+        """
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise UserError(f"got {len(prompts)} prompts and {len(params)} sampling parameters")
+        requests: list[Request] = []
+        for place, (prompt, one) in enumerate(zip(prompts, params)):
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            try:
+                requests.append(self.engine.add_request(tuple(tokens), one))
+            except UserError as error:
+                for request in requests:
+                    self.engine.scheduler.finish(request)
+                raise UserError(f"prompt {place}: {error}") from error
+        while self.engine.has_work:
+            self.engine.step()
+            on_step(self)
+        text_of = self.tokenizer.decode if any(isinstance(prompt, str) for prompt in prompts) else None
+        return [self._output(request, text_of) for request in requests]
+
+    def close(self) -> None:
+        """Ends the engine's thread."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    @staticmethod
+    def _output(request: Request, text_of) -> RequestOutput:
+        tokens = tuple(request.generated)
+        reason = request.finish_reason
+        return RequestOutput(
+            prompt_token_ids=request.prompt,
+            token_ids=tokens,
+            text=text_of(list(tokens[:-1] if reason == "stop" else tokens)) if text_of else None,
+            finish_reason=reason,
+        )

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a paged checkpoint to a state that can run: budget first, then programs, then memory."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedweight_jax.checkpoint.dense import abstract_dense
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint
+from pagedweight_jax.config import KINDS, ModelConfig, ServeConfig
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.models.weights import Weights
+from pagedweight_jax.paging.arena import FrameAllocator, make_arena
+from pagedweight_jax.paging.host_pool import HostPool, fill_host_pool
+from pagedweight_jax.paging.page_map import PageMap, page_map
+from pagedweight_jax.paging.table import PageTable, bytes_table, initial_table
+from pagedweight_jax.planning.calibration import Calibration
+from pagedweight_jax.planning.planner import initial_bits
+from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.ledger import Ledger, format_bytes, plan_ledger, tree_bytes
+from pagedweight_jax.serving.programs import Programs, compile_programs
+from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
+from pallas_kernels.paged_attention.api import SPLIT_TOKENS
+
+BATCH_PAGES = 8
+"""Pages that cross from the host together."""
+
+STAGED_BATCHES = 4
+"""Batches of the largest page that staging memory holds: two under way, two landing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model in memory, ready to serve.
+
+    Attributes:
+      weights: dense weights on the device.
+      state: rows empty, resident pages in the arena.
+      table, allocator, pool: the host's side of paging.
+      calibration: what the planner works from.
+      programs: compiled steps.
+      ledger: what the device holds.
+      update_frames: entries of a frame-list update.
+    """
+
+    weights: Weights
+    state: DecodeState
+    table: PageTable
+    allocator: FrameAllocator
+    pool: HostPool
+    calibration: Calibration
+    programs: Programs
+    ledger: Ledger
+    update_frames: int
+
+
+def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | None = None) -> Loaded:
+    """Returns the checkpoint's model on ``device``, laid out within ``config.memory_bytes``.
+
+    Nothing is allocated before it is known to fit; the programs are compiled for abstract arrays first, and their
+    temporaries are part of what must fit.
+
+    Raises:
+      UserError: the budget is too small, an option does not suit the model, or the checkpoint is damaged.
+    """
+    device = device or jax.devices()[0]
+    model = checkpoint.manifest.config
+    _check(model, config)
+    layouts = checkpoint.manifest.layouts()
+    dtype = config.dtype or ("bfloat16" if device.platform == "gpu" else "float32")
+    geometry = make_geometry(model, layouts, config.kv_dtype, config.max_num_seqs, config.max_model_len)
+    update_frames = BATCH_PAGES * max(layout.page_frames(p) for layout in layouts for p in range(layout.max_bits))
+    abstract_weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_dense(model))
+    ledger, programs = _fit(abstract_weights, geometry, config, update_frames)
+
+    calibration = Calibration(
+        sensitivity_LEUQ=checkpoint.sensitivity,
+        min_bits=checkpoint.manifest.min_bits,
+        max_bits=checkpoint.manifest.max_bits,
+    )
+    bits_LEU = _start_bits(calibration, bytes_table(layouts), geometry, ledger, config)
+    weights = jax.device_put(checkpoint.load_dense(dtype), device)
+    num_frames = ledger.arena_bytes // geometry.frame_bytes
+    allocator = FrameAllocator(num_frames)
+    table = initial_table(layouts, model.num_sparse_layers, model.num_experts, bits_LEU, allocator)
+    arena_AW, pool = _load_pages(checkpoint, table, make_arena(num_frames, geometry.kv.frame_words, device), device)
+    state = init_state(geometry, arena_AW, jax.tree.map(jnp.array, page_map(table)))
+    return Loaded(
+        weights=weights,
+        state=jax.device_put(state, device),
+        table=table,
+        allocator=allocator,
+        pool=pool,
+        calibration=calibration,
+        programs=programs,
+        ledger=ledger,
+        update_frames=update_frames,
+    )
+
+
+def _check(model: ModelConfig, config: ServeConfig) -> None:
+    if config.max_model_len > model.max_position_embeddings:
+        raise UserError(
+            f"max_model_len {config.max_model_len} exceeds the model's context of "
+            f"{model.max_position_embeddings} tokens"
+        )
+    if config.prefill_chunk_tokens > config.max_model_len:
+        raise UserError(
+            f"prefill_chunk_tokens {config.prefill_chunk_tokens} exceeds max_model_len {config.max_model_len}"
+        )
+
+
+def _abstract_state(model: ModelConfig, geometry: Geometry, num_frames: int) -> DecodeState:
+    layers, experts = model.num_sparse_layers, model.num_experts
+
+    def make():
+        zeros = partial(jnp.zeros, dtype=jnp.int32)
+        pages = PageMap(
+            bits_LEU=zeros((layers, experts, len(KINDS))),
+            gate_up_frames_LEF=zeros((layers, experts, geometry.gate_up.block_frames)),
+            down_frames_LEF=zeros((layers, experts, geometry.down.block_frames)),
+        )
+        return init_state(geometry, make_arena(num_frames, geometry.kv.frame_words), pages)
+
+    return jax.eval_shape(make)
+
+
+def _fit(weights: Weights, geometry: Geometry, config: ServeConfig, update_frames: int) -> tuple[Ledger, Programs]:
+    """Compiles for the arena that an estimate of the temporaries leaves; again only if the estimate was too low.
+
+    A budget is refused for what the programs really take, never for the estimate.
+    """
+    model = weights.config
+    layouts = (geometry.gate_up, geometry.down)
+
+    def plan(temporary_bytes: int) -> Ledger:
+        return plan_ledger(
+            budget_bytes=config.memory_bytes,
+            dense_bytes=tree_bytes(weights),
+            table_bytes=2 * tree_bytes(_abstract_state(model, geometry, 0)),
+            temporary_bytes=temporary_bytes,
+            staging_bytes=STAGED_BATCHES * update_frames * geometry.frame_bytes,
+            floor_bytes=model.num_sparse_layers * model.num_experts * int(bytes_table(layouts)[:, 0].sum()),
+            geometry=geometry,
+        )
+
+    try:
+        ledger = plan(_estimate_temporary_bytes(model, geometry, config))
+    except UserError:
+        ledger = plan(0)
+    for _ in range(2):
+        state = _abstract_state(model, geometry, ledger.arena_bytes // geometry.frame_bytes)
+        programs = compile_programs(weights, state, config, BATCH_PAGES, update_frames)
+        if programs.temporary_bytes <= ledger.temporary_bytes:
+            return dataclasses.replace(ledger, temporary_bytes=programs.temporary_bytes), programs
+        ledger = plan(int(1.02 * programs.temporary_bytes))
+    raise RuntimeError(f"temporaries of {programs.temporary_bytes} bytes depend on the size of the arena")
+
+
+def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: ServeConfig) -> int:
+    """An upper guess of the programs' temporaries: an expert dequantized, a chunk's activations, scores and logits."""
+    tokens = max(config.prefill_chunk_tokens, config.max_num_seqs)
+    block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
+    split_values = config.max_num_seqs * SPLIT_TOKENS * model.num_kv_heads * model.head_dim
+    values = (
+        6 * block_values
+        + tokens * (8 * model.hidden_size + 6 * model.moe_intermediate_size + 4 * model.num_heads * model.head_dim)
+        + 4 * tokens * model.num_heads * SPLIT_TOKENS
+        + 8 * split_values
+        + 4 * tokens * model.vocab_size
+    )
+    return 4 * values
+
+
+def _start_bits(
+    calibration: Calibration, bytes_UQ: np.ndarray, geometry: Geometry, ledger: Ledger, config: ServeConfig
+) -> np.ndarray:
+    """Returns the bits to begin with, [L, E, U]: what the arena holds beside the KV cache that was asked for."""
+    if config.kv_tokens is not None:
+        kv_blocks = -(-config.kv_tokens // geometry.kv.block_tokens)
+    elif config.mode == "dynamic":
+        kv_blocks = config.planner.high_watermark_blocks + 1
+    else:
+        kv_blocks = config.max_num_seqs * geometry.blocks_per_row
+    weight_bytes = ledger.arena_bytes - kv_blocks * geometry.block_bytes
+    if config.bits is None:
+        return initial_bits(calibration, bytes_UQ, weight_bytes, config.planner.global_sensitivity)
+    if not calibration.min_bits <= config.bits <= calibration.max_bits:
+        raise UserError(f"bits {config.bits}: the checkpoint has {calibration.min_bits}..{calibration.max_bits}")
+    bits_LEU = np.full(calibration.sensitivity_LEUQ.shape[:3], config.bits)
+    needed_bytes = bits_LEU[..., 0].size * int(bytes_UQ[:, config.bits - calibration.min_bits].sum())
+    if needed_bytes > weight_bytes:
+        raise UserError(
+            f"{config.bits} bits take {format_bytes(needed_bytes)}; the arena of {format_bytes(ledger.arena_bytes)} "
+            f"less {kv_blocks} KV blocks of {format_bytes(geometry.block_bytes)} leaves {format_bytes(weight_bytes)}"
+        )
+    return bits_LEU
+
+
+def _load_pages(
+    checkpoint: PagedCheckpoint, table: PageTable, arena_AW: jax.Array, device: jax.Device
+) -> tuple[jax.Array, HostPool]:
+    """Fills the host pool leaf by leaf, and the arena with the pages that start on the device."""
+
+    def leaves():
+        nonlocal arena_AW
+        for layer in range(table.state_LEUP.shape[0]):
+            for kind, layout in enumerate(table.layouts):
+                for page in range(layout.max_bits):
+                    leaf = checkpoint.load_pages(layer, kind, page)
+                    start, stop = layout.page_starts[page : page + 2]
+                    frames_EF = table.frames[layer][kind][:, start:stop]
+                    frames_EF = np.where(frames_EF < 0, arena_AW.shape[0], frames_EF)
+                    arena_AW = steps.land_pages(arena_AW, jax.device_put(leaf, device), frames_EF)
+                    yield layer, kind, page, leaf
+
+    pool = fill_host_pool(leaves(), table.layouts, device)
+    return arena_AW, pool

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's programs, compiled before anything is allocated, so that their temporaries are in the ledger."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pagedweight_jax.config import KINDS, ServeConfig
+from pagedweight_jax.models.weights import Weights
+from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.state import MAX_STOP_IDS, DecodeState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Compiled steps. Each is compiled once; a call with other shapes is an error, not a recompilation.
+
+    Attributes:
+      prefill: ``steps.prefill_step`` for the engine's chunk.
+      score: ``steps.score_step`` for the same chunk.
+      decode: ``steps.decode_loop`` for the engine's steps per call.
+      assign_row: ``steps.assign_row``.
+      publish: ``steps.publish_frames``.
+      land: ``steps.land_pages`` for a batch of pages of each (kind, page index) that can leave the device.
+    """
+
+    prefill: Callable
+    score: Callable
+    decode: Callable
+    assign_row: Callable
+    publish: Callable
+    land: dict[tuple[int, int], Callable]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The largest program's temporaries and the results that do not alias its arguments."""
+
+        def own(program) -> int:
+            memory = program.memory_analysis()
+            return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+        return max(own(p) for p in (self.prefill, self.score, self.decode, self.assign_row, *self.land.values()))
+
+
+def compile_programs(
+    weights: Weights, state: DecodeState, config: ServeConfig, batch_pages: int, update_frames: int
+) -> Programs:
+    """Returns the programs for weights and state of these shapes.
+
+    Args:
+      weights, state: abstract (``jax.ShapeDtypeStruct``) or real.
+      config: chunk size and steps per call.
+      batch_pages: pages that land together.
+      update_frames: entries of a frame-list update of one kind (see ``page_map_update``).
+    """
+    geometry = state.geometry
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    chunk = jax.ShapeDtypeStruct((config.prefill_chunk_tokens,), jnp.int32)
+
+    def land(kind: int, page: int):
+        layout = (geometry.gate_up, geometry.down)[kind]
+        one = jax.ShapeDtypeStruct((layout.page_frames(page), layout.frame_words), jnp.uint32)
+        frames = jax.ShapeDtypeStruct((batch_pages, layout.page_frames(page)), jnp.int32)
+        return steps.land_pages.lower(state.arena_AW, [one] * batch_pages, frames).compile()
+
+    update = jax.ShapeDtypeStruct((4, update_frames), jnp.int32)
+    return Programs(
+        prefill=steps.prefill_step.lower(weights, state, scalar, chunk, scalar, scalar).compile(),
+        score=steps.score_step.lower(weights, state, scalar, chunk, chunk, scalar).compile(),
+        decode=steps.decode_loop.lower(weights, state, config.steps_per_call).compile(),
+        assign_row=steps.assign_row.lower(
+            state,
+            scalar,
+            jax.ShapeDtypeStruct((), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.uint32),
+            jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32),
+        ).compile(),
+        publish=steps.publish_frames.lower(state.page_map, update, update).compile(),
+        land={
+            (kind, page): land(kind, page)
+            for kind in range(len(KINDS))
+            for page in range(geometry.gate_up.min_bits, geometry.gate_up.max_bits)
+        },
+    )

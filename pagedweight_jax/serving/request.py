@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request: what was asked, and how far it has come."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.serving.state import MAX_STOP_IDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are drawn and when it ends.
+
+    Attributes:
+      temperature: 0 for greedy.
+      max_tokens: the most tokens that are generated.
+      seed: of this request's own random stream.
+      stop_token_ids: tokens that end the request, besides the model's end-of-text tokens.
+      ignore_eos: True to go on past the model's end-of-text tokens.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int = 128
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.temperature >= 0:
+            raise UserError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must lie in 0..2^32-1, got {self.seed}")
+
+    def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns every token that ends the request.
+
+        Raises:
+          UserError: more than the device's table holds.
+        """
+        stops = tuple(dict.fromkeys(self.stop_token_ids + (() if self.ignore_eos else eos_token_ids)))
+        if len(stops) > MAX_STOP_IDS:
+            raise UserError(f"a request may have at most {MAX_STOP_IDS} stop tokens, got {len(stops)}")
+        return stops
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+      prompt_token_ids: the prompt.
+      token_ids: the generated tokens; a stop token is the last of them.
+      text: the generated text without the stop token, or None where there is no tokenizer.
+      finish_reason: "stop" or "length".
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+
+
+@dataclass
+class Request:
+    """The scheduler's own record of a request; it changes as the request runs.
+
+    A scoring request has no ``params``: its tokens are teacher-forced in chunks, and their log-probabilities collected.
+
+    Attributes:
+      number: order of arrival.
+      prompt: token ids.
+      params: sampling, or None to score the prompt.
+      stops: tokens that end it.
+      row: the decode row that it holds, None while it waits.
+      prefilled_tokens: leading tokens of ``tokens`` that the device was given in chunks.
+      decoding: True once its last chunk was given to the device.
+      generated: tokens seen by the host.
+      logprobs: of a scoring request, one of each prompt token but the first.
+      num_preemptions: times it lost its row and began again.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    params: SamplingParams | None
+    stops: tuple[int, ...] = ()
+    row: int | None = None
+    prefilled_tokens: int = 0
+    decoding: bool = False
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens known to the host."""
+        return self.prompt + tuple(self.generated)
+
+    @property
+    def max_context_tokens(self) -> int:
+        return len(self.prompt) + (self.params.max_tokens if self.params else 0)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that it may still generate."""
+        return self.params.max_tokens - len(self.generated) if self.params else 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended, or None while it runs."""
+        if self.generated and self.generated[-1] in self.stops:
+            return "stop"
+        done = self.remaining_tokens <= 0 and len(self.logprobs) == (0 if self.params else len(self.prompt) - 1)
+        return "length" if done else None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out the planner's decisions: what leaves the device, what comes back, and when bits change.
+
+    lowering    lower q, publish it, give the pages up; their frames are reusable one boundary later
+    raising     take frames, copy from the host beside the running steps; at a boundary scatter, then raise q
+"""
+
+import jax
+import numpy as np
+
+from pagedweight_jax.paging import table as pt
+from pagedweight_jax.paging.arena import WEIGHT, FrameAllocator
+from pagedweight_jax.paging.mover import PageMover
+from pagedweight_jax.paging.page_map import page_map_update
+from pagedweight_jax.planning.queue import MovePlan
+from pagedweight_jax.serving.programs import Programs
+from pagedweight_jax.serving.state import DecodeState
+
+Changes = tuple[tuple[int, int, int, int, int], ...]
+
+
+class Residency:
+    """The page table of a running engine, and the moves between its states.
+
+    Attributes:
+      table: where every page is.
+      retiring_pages: given up at the last boundary, int64[n, 4].
+    """
+
+    def __init__(
+        self,
+        table: pt.PageTable,
+        allocator: FrameAllocator,
+        mover: PageMover,
+        programs: Programs,
+        update_frames: int,
+    ):
+        self.table = table
+        self.allocator = allocator
+        self.mover = mover
+        self.programs = programs
+        self.update_frames = update_frames
+        self.retiring_pages = np.empty((0, 4), np.int64)
+        elements_U = np.array([layout.rows * layout.columns for layout in table.layouts], np.float64)
+        self._share_U = elements_U / elements_U.sum()
+
+    @property
+    def mean_bits(self) -> float:
+        """Committed bits per routed weight."""
+        return float((self.table.committed_LEU.mean(axis=(0, 1)) * self._share_U).sum())
+
+    @property
+    def can_release(self) -> bool:
+        """True while frames can still come from weights: bits above the floor, or pages being retired."""
+        return bool((self.table.desired_LEU > self.table.min_bits).any() or len(self.retiring_pages))
+
+    def retire(self) -> None:
+        """Makes the frames of pages that were given up at the last boundary reusable."""
+        if len(self.retiring_pages):
+            self.table, frames = pt.retire(self.table, self.retiring_pages)
+            self.allocator.give(frames)
+            self.retiring_pages = np.empty((0, 4), np.int64)
+
+    def land(self, state: DecodeState) -> tuple[DecodeState, Changes, int, int, int]:
+        """Writes arrived pages into the arena and raises the blocks that they complete.
+
+        Returns (state, raised blocks, pages landed, pages cancelled, bytes landed). A page that is no longer wanted is
+        dropped and its frames are free at once.
+        """
+        landed = cancelled = moved_bytes = 0
+        for transfer in self.mover.poll():
+            wanted = pt.is_desired(self.table, transfer.pages_N4)
+            if not wanted.all():
+                self.table, frames = pt.cancel(self.table, transfer.pages_N4[~wanted])
+                self.allocator.give(frames)
+                cancelled += int((~wanted).sum())
+                transfer = transfer.keep(wanted)
+            pages = transfer.pages_N4
+            if not len(pages):
+                continue
+            program = self.programs.land[int(pages[0, 2]), int(pages[0, 3])]
+            arena_AW = program(state.arena_AW, list(transfer.staged_B), transfer.frames_BF)
+            self.table = pt.land(self.table, pages)
+            updates = page_map_update(self.table, pages, self.update_frames)
+            state = state.replace(arena_AW=arena_AW, page_map=self.programs.publish(state.page_map, *updates))
+            landed += len(pages)
+            moved_bytes += len(pages) * transfer.staged_B[0].nbytes
+        before_LEU = self.table.committed_LEU
+        blocks = pt.raisable_blocks(self.table)
+        if len(blocks):
+            self.table = pt.commit_raise(self.table, blocks)
+            state = self._publish_bits(state)
+        return state, _changes(before_LEU, self.table.committed_LEU), landed, cancelled, moved_bytes
+
+    def lower(self, state: DecodeState, plan: MovePlan) -> tuple[DecodeState, Changes, int]:
+        """Lowers the plan's blocks now and gives their pages up. Returns (state, lowered blocks, pages given up)."""
+        before_LEU = self.table.committed_LEU
+        self.table = pt.set_desired(self.table, plan.apply(self.table.desired_LEU))
+        above = before_LEU[tuple(plan.blocks.T)] > plan.to_bits
+        self.table = pt.commit_lower(self.table, plan.blocks[above], plan.to_bits[above])
+        pages = pt.surplus_pages(self.table)
+        self.table = pt.begin_offload(self.table, pages)
+        self.allocator.retire(pt.page_frames(self.table, pages))
+        self.retiring_pages = np.concatenate([self.retiring_pages, pages])
+        return self._publish_bits(state), _changes(before_LEU, self.table.committed_LEU), len(pages)
+
+    def reload(self, plan: MovePlan) -> int:
+        """Starts to bring the plan's pages back; returns how many."""
+        self.table = pt.set_desired(self.table, plan.apply(self.table.desired_LEU))
+        pages = pt.missing_pages(self.table)
+        frames = self.allocator.take(len(pt.frame_slots(self.table.layouts, pages)), WEIGHT)
+        self.table = pt.begin_reload(self.table, pages, frames)
+        self.mover.start_reload(pages, frames)
+        return len(pages)
+
+    def _publish_bits(self, state: DecodeState) -> DecodeState:
+        # jnp.array copies: the committed bits are the table's, and a step donates what it is given.
+        bits_LEU = jax.numpy.array(self.table.committed_LEU, np.int32)
+        old = state.page_map
+        page_map = type(old)(
+            bits_LEU=bits_LEU, gate_up_frames_LEF=old.gate_up_frames_LEF, down_frames_LEF=old.down_frames_LEF
+        )
+        return state.replace(page_map=page_map)
+
+
+def _changes(before_LEU: np.ndarray, after_LEU: np.ndarray) -> Changes:
+    blocks = np.argwhere(before_LEU != after_LEU)
+    return tuple((*map(int, b), int(before_LEU[tuple(b)]), int(after_LEU[tuple(b)])) for b in blocks)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs at the next call: admission in order of arrival, chunks of prompts, room for the next tokens, preemption."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedweight_jax.serving.kv_blocks import KVBlocks
+from pagedweight_jax.serving.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One prefill call: tokens ``start .. start + len(tokens) - 1`` of a request; the last one begins decoding."""
+
+    request: Request
+    start: int
+    tokens: tuple[int, ...]
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What a boundary decided.
+
+    Attributes:
+      chunks: prefill calls, in order.
+      decode: True to run the decode loop.
+      admitted: requests that got a row.
+      preempted: (row, request) of those that lost theirs.
+    """
+
+    chunks: tuple[Chunk, ...]
+    decode: bool
+    admitted: tuple[Request, ...]
+    preempted: tuple[tuple[int, Request], ...]
+
+
+class Scheduler:
+    """Queues and rows. A request is in exactly one of ``waiting`` and ``running``.
+
+    A decode call of n steps reserves 2 n tokens per row, because the host sees a call's tokens one call late.
+    """
+
+    def __init__(self, blocks: KVBlocks, *, chunk_tokens: int, steps_per_call: int):
+        self.blocks = blocks
+        self.chunk_tokens = chunk_tokens
+        self.steps_per_call = steps_per_call
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Forgets a finished request; takes its row and blocks back."""
+        if request.row is None:  # its last tokens were in flight when it was preempted
+            self.waiting.remove(request)
+        else:
+            self._leave_row(request)
+
+    def _leave_row(self, request: Request) -> None:
+        del self.running[request.row]
+        self.blocks.release(request.row)
+        request.row = None
+
+    def _context_tokens(self, request: Request) -> int:
+        """Tokens that the request's blocks must hold once the next call has run."""
+        if request.decoding:
+            end = len(request.tokens) + 2 * self.steps_per_call
+        else:
+            end = min(request.prefilled_tokens + self.chunk_tokens, len(request.tokens))
+            if end == len(request.tokens):  # a decode call follows at the same boundary
+                end += self.steps_per_call
+        return min(end, request.max_context_tokens)
+
+    def pending_blocks(self) -> int:
+        """Blocks that growth will take: the running rows' next call, and the first waiting request if a row is free."""
+        pending = sum(self.blocks.missing_blocks(row, self._context_tokens(r)) for row, r in self.running.items())
+        if self.waiting and len(self.running) < len(self.blocks.num_blocks_B):
+            pending += self._admission_blocks(self.waiting[0])
+        return pending
+
+    def _admission_blocks(self, request: Request) -> int:
+        tokens = len(request.tokens) + 2 * self.steps_per_call
+        return self.blocks.blocks_for(min(tokens, request.max_context_tokens))
+
+    def schedule(self, may_wait: bool) -> Schedule:
+        """Decides a boundary and takes the KV blocks that it needs.
+
+        Args:
+          may_wait: True if weights can still give way (or frames are about to become reusable): a row that finds no
+            block then sits this call out. Otherwise the youngest request is preempted and will be computed again.
+        """
+        preempted: list[tuple[int, Request]] = []
+        stalled = False
+        for request in self._by_arrival():
+            while request.row is not None and not self.blocks.grow(request.row, self._context_tokens(request)):
+                if may_wait:
+                    stalled = True
+                    break
+                preempted.append(self._preempt_youngest())
+        if stalled:
+            return Schedule(chunks=(), decode=False, admitted=(), preempted=())
+        admitted = [] if preempted else self._admit()
+        prefilling = [r for r in self._by_arrival() if not r.decoding and r.prefilled_tokens < len(r.tokens)]
+        chunks = [self._next_chunk(r) for r in prefilling]
+        decode = any(r.decoding for r in self.running.values())
+        return Schedule(chunks=tuple(chunks), decode=decode, admitted=tuple(admitted), preempted=tuple(preempted))
+
+    def _by_arrival(self) -> list[Request]:
+        return sorted(self.running.values(), key=lambda r: r.number)
+
+    def _admit(self) -> list[Request]:
+        admitted = []
+        free_rows = [row for row in range(len(self.blocks.num_blocks_B)) if row not in self.running]
+        growth = sum(self.blocks.missing_blocks(row, len(r.tokens)) for row, r in self.running.items())
+        while self.waiting and free_rows:
+            request = self.waiting[0]
+            needed = self._admission_blocks(request)
+            if needed + growth > self.blocks.free_blocks:
+                break
+            growth += needed
+            request = self.waiting.popleft()
+            request.row = free_rows.pop(0)
+            request.prefilled_tokens = 0
+            request.decoding = False
+            self.running[request.row] = request
+            self.blocks.grow(request.row, self._context_tokens(request))
+            admitted.append(request)
+            growth -= int(self.blocks.num_blocks_B[request.row])
+        return admitted
+
+    def _next_chunk(self, request: Request) -> Chunk:
+        tokens = request.tokens
+        start, end = request.prefilled_tokens, min(request.prefilled_tokens + self.chunk_tokens, len(tokens))
+        request.prefilled_tokens = end
+        last = end == len(tokens)
+        request.decoding = last and request.params is not None
+        return Chunk(request=request, start=start, tokens=tokens[start:end], last=last)
+
+    def _preempt_youngest(self) -> tuple[int, Request]:
+        request = max(self.running.values(), key=lambda r: r.number)
+        row = request.row
+        self._leave_row(request)
+        request.decoding = False
+        request.logprobs.clear()
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+        return row, request
+
+
+def padded(tokens: tuple[int, ...], length: int) -> np.ndarray:
+    """Returns int32[length], the tokens followed by zeros."""
+    out = np.zeros(length, np.int32)
+    out[: len(tokens)] = tokens
+    return out

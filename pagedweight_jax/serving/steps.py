@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every jitted function of the server. Pure: weights and state in, state and results out; the state is donated.
+
+The bodies are plain functions of pytrees and can be called inside a user's own ``jit``; the public names are jitted.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pagedweight_jax.models import transformer
+from pagedweight_jax.models.layers import activation
+from pagedweight_jax.models.moe import dense_experts
+from pagedweight_jax.models.weights import MoEWeights, Weights
+from pagedweight_jax.paging.page_map import PageMap
+from pagedweight_jax.serving.sampling import sample
+from pagedweight_jax.serving.state import DecodeState
+from pallas_kernels.moe_ffn.api import WeightPages, moe_ffn
+from pallas_kernels.paged_attention.api import paged_attention, write_kv
+
+
+def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, positions_RT):
+    """Runs the model on R rows of T tokens each over the paged cache; returns (arena, hidden_RTD).
+
+    A negative position is a token that is not there: it writes no KV, selects no expert, and its output means nothing.
+    """
+    config, geometry = weights.config, state.geometry
+    kv = geometry.kv
+    num_rows, num_tokens = tokens_RT.shape
+    table_RGLF = state.block_tables_BGLF[rows_R]
+    positions_T = positions_RT.reshape(-1)
+    there_T = positions_T >= 0
+    slots_T = jnp.maximum(positions_T, 0)
+    row_T = jnp.repeat(jnp.arange(num_rows), num_tokens)
+    frames_TLF = table_RGLF[row_T, slots_T // kv.block_tokens]
+    frames_TLF = jnp.where(there_T[:, None, None], frames_TLF, state.arena_AW.shape[0])  # out of range: dropped
+
+    def attend(arena, layer, q_THM, k_TJM, v_TJM):
+        arena = write_kv(arena, frames_TLF[:, layer], slots_T % kv.block_tokens, k_TJM, v_TJM, kv)
+        o = paged_attention(
+            arena,
+            q_THM.reshape(num_rows, num_tokens, *q_THM.shape[1:]),
+            positions_RT,
+            table_RGLF[:, :, layer],
+            kv,
+            scale=config.head_dim**-0.5,
+            window=config.windows[layer],
+        )
+        return arena, o.reshape(q_THM.shape).astype(q_THM.dtype)
+
+    dense = [w.mlp.experts for w in weights.layers if isinstance(w.mlp, MoEWeights)]
+
+    def experts(arena, layer, m_TD, ids_TK, weights_TK):
+        if dense[layer] is not None:  # the unquantized baseline: same steps, no pages
+            y_TD = dense_experts(m_TD, ids_TK, weights_TK, dense[layer], activation(config.hidden_act))
+            return arena, y_TD.astype(m_TD.dtype)
+        pages = WeightPages(
+            bits_EU=state.page_map.bits_LEU[layer],
+            gate_up_frames_EF=state.page_map.gate_up_frames_LEF[layer],
+            down_frames_EF=state.page_map.down_frames_LEF[layer],
+            gate_up=geometry.gate_up,
+            down=geometry.down,
+        )
+        ids_TK = jnp.where(there_T[:, None], ids_TK, config.num_experts)
+        y_TD = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
+        return arena, y_TD.astype(m_TD.dtype)
+
+    arena, hidden_TD = transformer.forward(
+        weights, tokens_RT.reshape(-1), slots_T, state.arena_AW, attend=attend, experts=experts
+    )
+    return arena, hidden_TD.reshape(num_rows, num_tokens, -1)
+
+
+def _decode_step(weights: Weights, state: DecodeState):
+    active_B = state.remaining_B > 0
+    rows_B = jnp.arange(active_B.shape[0])
+    positions_B = jnp.where(active_B, state.lengths_B, -1)
+    arena, hidden_BTD = _paged_forward(weights, state, rows_B, state.last_tokens_B[:, None], positions_B[:, None])
+    logits_BV = transformer.logits(weights, hidden_BTD[:, 0])
+    token_B = sample(logits_BV, state.temperature_B, state.seed_B, state.lengths_B + 1)
+    token_B = jnp.where(active_B, token_B, -1)
+    stopped_B = jnp.any(token_B[:, None] == state.stop_ids_BS, axis=1)
+    state = state.replace(
+        arena_AW=arena,
+        lengths_B=state.lengths_B + active_B,
+        last_tokens_B=jnp.where(active_B, token_B, state.last_tokens_B),
+        remaining_B=jnp.where(stopped_B, 0, state.remaining_B - active_B),
+    )
+    return state, token_B
+
+
+@partial(jax.jit, donate_argnames="state")
+def decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+    """Returns (state, tokens int32[B]): one token for every row that is decoding, -1 for the others.
+
+    A row's step reads its last token, writes its KV at position ``lengths_B``, and draws the next. A row that draws one
+    of its stop ids, or its last allowed token, stops decoding; the token itself is returned.
+    """
+    return _decode_step(weights, state)
+
+
+@partial(jax.jit, static_argnames="num_steps", donate_argnames="state")
+def decode_loop(weights: Weights, state: DecodeState, num_steps: int) -> tuple[DecodeState, jax.Array]:
+    """Returns (state, tokens int32[num_steps, B]) of ``num_steps`` decode steps without the host in between.
+
+    Between two calls lies a safe boundary: only there may bits, frames and rows change. Each row needs KV blocks for
+    ``lengths_B + num_steps`` tokens.
+    """
+    return lax.scan(lambda state, _: _decode_step(weights, state), state, length=num_steps)
+
+
+def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens):
+    """Runs a chunk through row ``row``; returns (state with its KV and length, hidden_TD)."""
+    start = state.lengths_B[row]
+    offsets_T = jnp.arange(tokens_T.shape[0])
+    positions_T = jnp.where(offsets_T < num_tokens, start + offsets_T, -1)
+    arena, hidden_RTD = _paged_forward(weights, state, row[None], tokens_T[None], positions_T[None])
+    return state.replace(arena_AW=arena, lengths_B=state.lengths_B.at[row].add(num_tokens)), hidden_RTD[0]
+
+
+@partial(jax.jit, donate_argnames="state")
+def prefill_step(
+    weights: Weights, state: DecodeState, row: jax.Array, tokens_T: jax.Array, num_tokens: jax.Array, budget: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Returns (state, token int32): the next chunk of a row's prompt is in the cache, and the token after it is drawn.
+
+    Args:
+      weights: dense weights.
+      state: donated. The row was cleared by ``assign_row`` before its first chunk.
+      row: int32 scalar.
+      tokens_T: int32, one chunk, padded; its shape decides the compiled program.
+      num_tokens: int32, how many of them count.
+      budget: int32, tokens that the row may generate after this chunk; 0 for all chunks but the last. The drawn token
+        is the first of them.
+    """
+    state, hidden_TD = _prefill(weights, state, row, tokens_T, num_tokens)
+    logits_V = transformer.logits(weights, hidden_TD[num_tokens - 1][None])
+    position = state.lengths_B[row][None]
+    token = sample(logits_V, state.temperature_B[row][None], state.seed_B[row][None], position)[0]
+    remaining = jnp.where(jnp.any(token == state.stop_ids_BS[row]), 0, jnp.maximum(budget - 1, 0))
+    state = state.replace(
+        last_tokens_B=state.last_tokens_B.at[row].set(token),
+        remaining_B=state.remaining_B.at[row].set(remaining),
+    )
+    return state, token
+
+
+@partial(jax.jit, donate_argnames="state")
+def score_step(
+    weights: Weights,
+    state: DecodeState,
+    row: jax.Array,
+    tokens_T: jax.Array,
+    targets_T: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """Returns (state, log-probabilities float32[T] of ``targets_T``) for a teacher-forced chunk of row ``row``.
+
+    Args: as ``prefill_step``; ``targets_T`` holds the token after each token of ``tokens_T``.
+    """
+    state, hidden_TD = _prefill(weights, state, row, tokens_T, num_tokens)
+    logp_TV = jax.nn.log_softmax(transformer.logits(weights, hidden_TD), axis=-1)
+    return state, jnp.take_along_axis(logp_TV, targets_T[:, None], axis=-1)[:, 0]
+
+
+@partial(jax.jit, donate_argnames="state")
+def assign_row(
+    state: DecodeState, row: jax.Array, temperature: jax.Array, seed: jax.Array, stop_ids_S: jax.Array
+) -> DecodeState:
+    """Returns the state with ``row`` empty, not decoding, and set to sample as asked. Also ends a row's work."""
+    return state.replace(
+        lengths_B=state.lengths_B.at[row].set(0),
+        remaining_B=state.remaining_B.at[row].set(0),
+        temperature_B=state.temperature_B.at[row].set(temperature),
+        seed_B=state.seed_B.at[row].set(seed),
+        stop_ids_BS=state.stop_ids_BS.at[row].set(stop_ids_S),
+    )
+
+
+@partial(jax.jit, donate_argnames="arena_AW")
+def land_pages(arena_AW: jax.Array, pages: list[jax.Array] | jax.Array, frames_NF: jax.Array) -> jax.Array:
+    """Returns the arena with N pages written into their frames.
+
+    Args:
+      arena_AW: donated.
+      pages: N staged pages uint32[F, W], as a list or stacked.
+      frames_NF: int32; frames of A or more are dropped (pages that fill up a batch, or stay on the host).
+    """
+    pages_NFW = jnp.stack(pages) if isinstance(pages, (list, tuple)) else pages
+    # Fused with the scatter, the concatenation runs at a hundredth of the copy rate.
+    pages_NFW = lax.optimization_barrier(pages_NFW)
+    return arena_AW.at[frames_NF].set(pages_NFW, mode="drop")
+
+
+@partial(jax.jit, donate_argnames="page_map")
+def publish_frames(page_map: PageMap, gate_up_4S: jax.Array, down_4S: jax.Array) -> PageMap:
+    """Returns the page map with the frame lists of landed pages.
+
+    Args:
+      page_map: donated.
+      gate_up_4S, down_4S: int32 rows layer, expert, column, frame of ``page_map_update``; layers out of range are
+        dropped.
+    """
+
+    def put(table_LEF, update_4S):
+        layer, expert, column, frame = update_4S
+        return table_LEF.at[layer, expert, column].set(frame, mode="drop")
+
+    return PageMap(
+        bits_LEU=page_map.bits_LEU,
+        gate_up_frames_LEF=put(page_map.gate_up_frames_LEF, gate_up_4S),
+        down_frames_LEF=put(page_map.down_frames_LEF, down_4S),
+    )

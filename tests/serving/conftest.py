@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny paged checkpoint with random pages, and its weights dequantized by independent code."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from pagedweight_jax.checkpoint.dense import named_leaves
+from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint, save
+from pagedweight_jax.config import KINDS
+from pagedweight_jax.models.weights import ExpertWeights, Weights, init_weights, without_experts
+from pallas_kernels.bitplane import pack_page
+
+MIN_BITS, MAX_BITS, FRAME_BYTES = 3, 6, 1024
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A checkpoint on disk; ``codes`` and ``luts`` by (layer, kind)."""
+
+    checkpoint: PagedCheckpoint
+    dense: Weights
+    codes: dict
+    luts: dict
+
+    def dequantized(self, bits_LEU) -> Weights:
+        """Returns dense weights whose experts are the pages' values at the given bits."""
+        layers = list(self.dense.layers)
+        for layer, w in enumerate(layers):
+            blocks = []
+            for kind in range(len(KINDS)):
+                codes, luts = self.codes[layer, kind], self.luts[layer, kind]
+                of_expert = []
+                for e, bits in enumerate(np.asarray(bits_LEU)[layer, :, kind]):
+                    index = (codes[e] >> (MAX_BITS - bits)).astype(int)
+                    of_expert.append(np.take_along_axis(luts[bits][e], index, axis=1).astype(np.float32))
+                blocks.append(np.stack(of_expert))
+            experts = ExpertWeights(gate_up_ENC=blocks[0], down_ENC=blocks[1])
+            layers[layer] = _replace(w, mlp=_replace(w.mlp, experts=experts))
+        return _replace(self.dense, layers=tuple(layers))
+
+
+def _replace(x, **changes):
+    from dataclasses import replace
+
+    return replace(x, **changes)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, tiny_config) -> Tiny:
+    rng = np.random.default_rng(11)
+    config = tiny_config(max_position_embeddings=512)
+    dense = without_experts(init_weights(config, jax.random.key(7)))
+    L, E = config.num_sparse_layers, config.num_experts
+    widths = MAX_BITS - MIN_BITS + 1
+    manifest = PagedManifest(
+        config=config,
+        min_bits=MIN_BITS,
+        max_bits=MAX_BITS,
+        frame_bytes=FRAME_BYTES,
+        calibration=CalibrationRun(
+            text_sha256="0" * 64, samples=0, sequence_length=0, seed=0, min_tokens=0, uncalibrated_experts=0
+        ),
+        versions={},
+    )
+    codes, luts, groups = {}, {}, []
+    for layer in range(L):
+        arrays = {}
+        for kind, layout in enumerate(manifest.layouts()):
+            shape = (E, layout.rows, layout.columns)
+            codes[layer, kind] = rng.integers(0, 2**MAX_BITS, shape, dtype=np.uint8)
+            top = np.sort(rng.normal(size=(E, layout.rows, 2**MAX_BITS)), axis=-1) * layout.columns**-0.5
+            luts[layer, kind] = {
+                b: top.reshape(E, layout.rows, 2**b, -1).mean(axis=-1).astype(np.float16)
+                for b in range(MIN_BITS, MAX_BITS + 1)
+            }
+            for page in range(MAX_BITS):
+                lut = luts[layer, kind].get(page + 1)
+                arrays[page_name(layer, kind, page)] = pack_page(codes[layer, kind], lut, page, layout)
+        groups.append(arrays)
+    groups.append({f"dense/{name}": np.asarray(leaf) for name, leaf in named_leaves(dense).items()})
+    groups.append(
+        {
+            "calibration/sensitivity": np.sort(rng.random((L, E, 2, widths)), axis=-1)[..., ::-1].copy(),
+            "calibration/uncalibrated": np.zeros((L, E), bool),
+            "calibration/tokens": np.ones((L, E), np.int64),
+            "calibration/importance/gate_up": np.ones((L, E, config.hidden_size), np.float32),
+            "calibration/importance/down": np.ones((L, E, config.moe_intermediate_size), np.float32),
+        }
+    )
+    path = tmp_path_factory.mktemp("tiny") / "paged"
+    save(path, manifest, groups, files={})
+    return Tiny(open_checkpoint(path), dense, codes, luts)
