@@ -46,3 +46,48 @@ def tiny_config():
 def tiny_weights():
     """Float32 random weights of ``tiny_config()``."""
     return init_weights(make_tiny_config(), jax.random.key(0))
+
+
+@pytest.fixture(scope="session")
+def save_hf():
+    """The function ``save_hf(folder, dtype="float32", max_shard_size="1GB", **fields) -> torch model``.
+
+    Writes a Qwen2-MoE folder as transformers does, of the sizes of ``tiny_config`` where ``fields`` (of Qwen2MoeConfig)
+    do not say otherwise, with random weights large enough for every part to matter; returns the same model.
+    """
+    import torch
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    def save(folder, dtype="float32", max_shard_size="1GB", seed=0, **fields):
+        config = Qwen2MoeConfig(
+            **{
+                "vocab_size": 128,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 48,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "max_position_embeddings": 512,
+                "attn_implementation": "eager",
+                "experts_implementation": "eager",
+            }
+            | fields
+        )
+        model = Qwen2MoeForCausalLM(config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                if parameter.ndim == 1:
+                    value = 0.1 * noise + (1.0 if "norm" in name else 0.0)
+                else:
+                    value = noise * parameter.shape[-1] ** -0.5
+                parameter.data = value.to(getattr(torch, dtype))  # buffers (rotary frequencies) stay float32
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return model
+
+    return save
