@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import shutil
+import struct
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from pagedweight_jax.checkpoint.hf import (
+    iterate_layers,
+    load_config,
+    load_weights,
+    open_source,
+    read_layer,
+    read_outer,
+)
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.models.weights import MLPWeights
+
+MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBED = "model.embed_tokens.weight"
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(save_hf, tmp_path_factory):
+    """A folder with one file, one with shards, and the tensors in them."""
+    root = tmp_path_factory.mktemp("saved")
+    save_hf(root / "single", **MIXED)
+    save_hf(root / "sharded", max_shard_size="50KB", **MIXED)
+    return root, load_file(root / "single" / SINGLE)
+
+
+@pytest.fixture
+def single(saved, tmp_path):
+    return shutil.copytree(saved[0] / "single", tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(saved, tmp_path):
+    return shutil.copytree(saved[0] / "sharded", tmp_path / "sharded")
+
+
+def edit(path, change):
+    """Rewrites a safetensors file with ``change(tensors)`` applied in place."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_json(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def error_of(folder):
+    with pytest.raises(UserError) as error:
+        load_weights(folder, load_config(folder), jnp.float32)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def leaves_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def test_every_array_is_the_named_tensor(saved):
+    root, tensors = saved
+    weights = load_weights(root / "single", load_config(root / "single"), jnp.float32)
+    np.testing.assert_array_equal(weights.embed_VD, tensors[EMBED])
+    np.testing.assert_array_equal(weights.lm_head_DV, tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(weights.norm_D, tensors["model.norm.weight"])
+    used = 3
+    for l, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{l}."
+        theirs = {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
+        ours = {
+            "input_layernorm.weight": layer.input_norm_D,
+            "post_attention_layernorm.weight": layer.post_attention_norm_D,
+            "self_attn.o_proj.weight": layer.attention.o_ND.T,
+            **{f"self_attn.{n}_proj.weight": getattr(layer.attention, f"{n}_DN").T for n in "qkv"},
+            **{f"self_attn.{n}_proj.bias": getattr(layer.attention, f"{n}_bias_N") for n in "qkv"},
+        }
+        dense, prefix = (layer.mlp, "mlp") if l == 1 else (layer.mlp.shared, "mlp.shared_expert")
+        assert isinstance(dense, MLPWeights)
+        for name, matrix in (("gate", dense.gate_DF), ("up", dense.up_DF), ("down", dense.down_FD)):
+            ours[f"{prefix}.{name}_proj.weight"] = matrix.T
+        if l != 1:
+            ours["mlp.gate.weight"] = layer.mlp.router_DE.T
+            ours["mlp.shared_expert_gate.weight"] = layer.mlp.shared_gate_D[None]
+            for e in range(4):
+                ours[f"mlp.experts.{e}.gate_proj.weight"] = layer.mlp.experts.gate_up_ENC[e, :32]
+                ours[f"mlp.experts.{e}.up_proj.weight"] = layer.mlp.experts.gate_up_ENC[e, 32:]
+                ours[f"mlp.experts.{e}.down_proj.weight"] = layer.mlp.experts.down_ENC[e]
+        assert ours.keys() == theirs.keys()
+        for name, array in ours.items():
+            np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+        used += len(ours)
+    assert used == len(tensors)
+
+
+def test_shards_and_layers_give_the_same_as_one_file(saved):
+    root, _ = saved
+    assert len(list((root / "sharded").glob("*.safetensors"))) > 3
+    config = load_config(root / "sharded")
+    whole = load_weights(root / "single", config, jnp.float32)
+    assert leaves_equal(whole, load_weights(root / "sharded", config, jnp.float32))
+    source = open_source(root / "sharded", config)
+    layers = list(iterate_layers(source, np.float32))
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(layers))
+    assert leaves_equal(tuple(layers), whole.layers)
+    assert leaves_equal(read_layer(source, 2), whole.layers[2])
+    assert not leaves_equal(read_layer(source, 0), whole.layers[2])
+    outer = read_outer(source)
+    assert outer.layers == ()
+    assert leaves_equal(outer, replace(whole, layers=()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes_in_the_file(dtype, save_hf, tmp_path):
+    model = save_hf(tmp_path, dtype=dtype)
+    config = load_config(tmp_path)
+    source = open_source(tmp_path, config)
+    kept, exact = read_layer(source, 0), read_layer(source, 0, np.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {np.dtype(getattr(ml_dtypes, dtype, dtype))}
+    theirs = model.model.layers[0].mlp.experts.gate_up_proj
+    assert theirs.dtype == getattr(torch, dtype)
+    np.testing.assert_array_equal(exact.mlp.experts.gate_up_ENC, theirs.detach().float().numpy())
+    weights = load_weights(tmp_path, config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(weights.layers[0].attention.q_DN, exact.attention.q_DN.astype(ml_dtypes.bfloat16))
+
+
+def test_missing_and_left_over_tensors_are_listed(single):
+    def change(tensors):
+        for e in range(4):
+            del tensors[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"]
+        tensors["model.layers.1.mlp.gate.weight"] = np.zeros((4, 64), np.float32)
+
+    edit(single / SINGLE, change)
+    message = error_of(single)
+    assert "missing 4 tensors (model.layers.0.mlp.experts.0.gate_proj.weight, " in message
+    assert "experts.2.gate_proj.weight, ...)" in message
+    assert "left over 1 tensor (model.layers.1.mlp.gate.weight)" in message
+
+
+def test_a_configuration_of_other_depth_is_refused(single):
+    edit_json(single / "config.json", lambda raw: raw.update(num_hidden_layers=2, layer_types=None))
+    assert "left over 26 tensors (model.layers.2." in error_of(single)
+
+
+@pytest.mark.parametrize("name", [EXPERT, EMBED, "model.layers.0.mlp.shared_expert_gate.weight"])
+def test_a_wrong_shape_names_tensor_found_and_expected(name, single, saved):
+    shape = saved[1][name].shape
+    edit(single / SINGLE, lambda tensors: tensors.update({name: np.ascontiguousarray(tensors[name].T)}))
+    assert f"tensor {name} has shape {shape[::-1]}, expected {shape}" in error_of(single)
+
+
+def test_a_wrong_dtype_is_refused(single):
+    edit(single / SINGLE, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.int8)}))
+    assert f"tensor {EXPERT} is I8; supported: F32, F16, BF16" in error_of(single)
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded, saved):
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    other = next(name for name in sorted(set(weight_map.values())) if name != weight_map[EXPERT])
+    edit(sharded / other, lambda tensors: tensors.update({EXPERT: saved[1][EXPERT]}))
+    message = error_of(sharded)
+    assert f"tensor {EXPERT} is in both" in message
+    assert other in message
+    assert weight_map[EXPERT] in message
+
+
+def test_rotary_buffers_are_skipped_and_said(single, saved, capsys):
+    def change(tensors):
+        for l in range(3):
+            tensors[f"model.layers.{l}.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+    edit(single / SINGLE, change)
+    config = load_config(single)
+    weights = load_weights(single, config, jnp.float32)
+    assert "skipped 3 tensors (model.layers.0.self_attn.rotary_emb.inv_freq, " in capsys.readouterr().out
+    lines = []
+    assert leaves_equal(weights, load_weights(saved[0] / "single", config, jnp.float32, report=lines.append))
+    assert lines == []
+
+
+def test_tied_embeddings(save_hf, tmp_path, capsys):
+    save_hf(tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
+    config = load_config(tmp_path)
+    weights = load_weights(tmp_path, config, jnp.float32)
+    assert weights.lm_head_DV is None
+    edit(tmp_path / SINGLE, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBED].copy()}))
+    assert leaves_equal(weights, load_weights(tmp_path, config, jnp.float32))
+    assert "skipped 1 tensor (lm_head.weight): the head is the tied embedding" in capsys.readouterr().out
+    edit(tmp_path / SINGLE, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBED] + 1}))
+    assert f"tie_word_embeddings is set, but lm_head.weight differs from {EMBED}" in error_of(tmp_path)
+    edit_json(tmp_path / "config.json", lambda raw: raw.update(tie_word_embeddings=False))
+    assert not np.array_equal(load_weights(tmp_path, load_config(tmp_path)).lm_head_DV.T, weights.embed_VD)
+
+
+def with_header(header, data=b""):
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "truncated": lambda good: good[:-1],
+        "longer": lambda good: good + b"\0",
+        "empty": lambda good: b"",
+        "cut in the length": lambda good: good[:5],
+        "cut in the header": lambda good: good[:100],
+        "absurd header length": lambda good: struct.pack("<Q", 1 << 60) + good[8:],
+        "header is not JSON": lambda good: good[:8] + b"<" + good[9:],
+        "header without offsets": lambda good: with_header(b'{"a":3}'),
+        "offsets beyond the end": lambda good: with_header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'),
+        "shape against offsets": lambda good: with_header(
+            b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b"\0" * 8
+        ),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_damaged_files(damage, single):
+    path = single / SINGLE
+    path.write_bytes(damage[1](path.read_bytes()))
+    assert f"{path} is damaged or not a safetensors file" in error_of(single)
+
+
+def test_an_undamaged_copy_loads(single, saved):
+    path = single / SINGLE
+    path.write_bytes(path.read_bytes())
+    config = load_config(single)
+    assert leaves_equal(load_weights(single, config), load_weights(saved[0] / "single", config))
+
+
+def test_index_errors(sharded):
+    index = sharded / INDEX
+    good = json.loads(index.read_text())
+    shard = good["weight_map"][EXPERT]
+
+    def error_with(weight_map):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        return error_of(sharded)
+
+    other = next(name for name in good["weight_map"].values() if name != shard)
+    moved = error_with(good["weight_map"] | {EXPERT: other})
+    assert f"tensor {EXPERT} is not in {other}, where the index puts it" in moved
+    assert "the checkpoint's index names it" in error_with(good["weight_map"] | {"a": "b.safetensors"})
+    assert "must name a file of the same folder, got '../x'" in error_with(good["weight_map"] | {EXPERT: "../x"})
+    assert "weight_map is missing or empty" in error_with({})
+    index.write_text("{")
+    assert f"{index} is not readable JSON" in error_of(sharded)
+    index.write_text(json.dumps(good))
+    (sharded / shard).unlink()
+    assert f"{sharded / shard} does not exist" in error_of(sharded)
+    index.unlink()
+    assert "holds neither" in error_of(sharded)
+
+
+def test_two_checkpoints_in_one_folder_are_refused(single, sharded):
+    shutil.copy(single / SINGLE, sharded)
+    assert "holds both" in error_of(sharded)
+
+
+def test_config_errors_name_the_file(single, tmp_path):
+    path = single / "config.json"
+    edit_json(path, lambda raw: raw.update(model_type="gpt2"))
+    assert f"{path}: model_type 'gpt2' is not supported" in error_of(single)
+    path.write_text("[]")
+    assert f"{path} must hold a JSON object, got list" in error_of(single)
+    path.write_bytes(b"\xff\xfe")
+    assert f"{path} is not readable JSON" in error_of(single)
+    path.unlink()
+    assert f"{path} does not exist" in error_of(single)
+    assert "nowhere is not a folder" in error_of(tmp_path / "nowhere")
+
+
+def test_end_tokens_of_the_generation_config_win(single):
+    generation = single / "generation_config.json"
+    edit_json(single / "config.json", lambda raw: raw.update(eos_token_id=5))
+    generation.write_text('{"eos_token_id": [6, 5]}')
+    assert load_config(single).eos_token_ids == (6, 5)
+    generation.write_text("{}")
+    assert load_config(single).eos_token_ids == (5,)
+    generation.unlink()
+    assert load_config(single).eos_token_ids == (5,)
+
+
+def test_the_configuration_of_transformers_4_reads_the_same(single):
+    new = load_config(single)
+    edit_json(single / "config.json", lambda raw: raw.update(rope_theta=raw.pop("rope_parameters")["rope_theta"]))
+    edit_json(single / "config.json", lambda raw: raw.pop("layer_types"))
+    assert load_config(single) == new
