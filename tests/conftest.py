@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that every room's tests share."""
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+
 import jax
+import numpy as np
 import pytest
 
 from pagedweight_jax.config import ModelConfig
@@ -91,3 +96,33 @@ def save_hf():
         return model
 
     return save
+
+
+@pytest.fixture(scope="session")
+def save_tokenizer():
+    """The function ``save_tokenizer(folder)``: a token for every printable ASCII character, 0 for all else."""
+    import json
+
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    def save(folder):
+        vocab = {"<unk>": 0} | {chr(code): code - 31 for code in range(32, 127)}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.save(str(folder / "tokenizer.json"))
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def hf_folder(tmp_path_factory, save_hf, save_tokenizer):
+    """A complete Hugging Face folder: the tiny Qwen2-MoE, a tokenizer of characters, text/calibration.txt."""
+    folder = tmp_path_factory.mktemp("hf") / "tiny"
+    save_hf(folder)
+    save_tokenizer(folder)
+    (folder / "text").mkdir()
+    letters = np.random.default_rng(0).choice(list("etaoin shrdlu,."), 4096)
+    (folder / "text" / "calibration.txt").write_text("".join(letters))
+    return folder

@@ -47,6 +47,13 @@ __all__ = ["PagedCheckpoint", "check_output", "choose_frame_bytes", "layouts", "
 ARRAYS = "arrays"
 FILES = "files.sha256"
 
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, steps done and steps in all."""
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
 
 def _group(name: str) -> str:
     """The Orbax checkpoint that array ``name`` lies in: one per sparse layer's pages, one per other first word."""
@@ -141,7 +148,7 @@ def save(
         raise
 
 
-def _file_problems(path: Path, hashed: Callable[[str], bool]) -> list[str]:
+def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress = _silent) -> list[str]:
     """One line per file that is missing or, where ``hashed`` picks its name, differs from ``files.sha256``."""
     try:
         lines = (path / FILES).read_text(encoding="utf-8").splitlines()
@@ -151,7 +158,8 @@ def _file_problems(path: Path, hashed: Callable[[str], bool]) -> list[str]:
     if MANIFEST not in listed:
         return [f"{path / FILES}: does not list {MANIFEST}"]
     problems = []
-    for name, digest in listed.items():
+    for done, (name, digest) in enumerate(listed.items()):
+        progress("files", done, len(listed))
         if not (path / name).is_file():
             problems.append(f"{path / name}: missing")
         elif hashed(name) and _sha256(path / name) != digest:
@@ -262,20 +270,20 @@ def open_checkpoint(path: Path) -> PagedCheckpoint:
     return checkpoint
 
 
-def verify(path: Path, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> list[str]:
+def verify(path: Path, progress: Progress = _silent) -> list[str]:
     """Returns one line for each file and array that is not what was written; empty when all are.
 
     Args:
       path: a paged checkpoint.
-      progress: called with the stage's name, steps done and steps in all.
+      progress: see ``Progress``.
 
     Raises:
       UserError: there is no manifest to hold the rest to.
     """
     checkpoint = _open(path)
-    problems = _file_problems(checkpoint.path, lambda name: True)
+    problems = _file_problems(checkpoint.path, lambda name: True, progress)
     for done, name in enumerate(checkpoint.manifest.arrays):
-        progress("verify", done, len(checkpoint.manifest.arrays))
+        progress("arrays", done, len(checkpoint.manifest.arrays))
         try:
             checkpoint.load(name)
         except UserError as error:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a paged checkpoint holds, in numbers: the arithmetic behind ``pagedweight inspect``."""
+
+from math import prod
+
+import numpy as np
+
+from pagedweight_jax.checkpoint.manifest import FORMAT_VERSION
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint
+from pagedweight_jax.config import KINDS
+from pallas_kernels.bitplane import LAYOUT_VERSION, BlockLayout
+
+
+def _width(bits: int, layouts: tuple[BlockLayout, BlockLayout], num_blocks: int) -> dict:
+    """One line of the M table: every linear-block at ``bits`` bits."""
+    planes_bytes = sum(bits * layout.plane_words * 4 for layout in layouts)
+    payload_bytes = sum(layout.payload_bytes(bits) for layout in layouts)
+    resident_bytes = sum(layout.resident_bytes(bits) for layout in layouts)
+    num_weights = sum(layout.rows * layout.columns for layout in layouts)
+    return {
+        "bits": bits,
+        "block_bytes": {name: layout.resident_bytes(bits) for name, layout in zip(KINDS, layouts)},
+        "experts_bytes": num_blocks * resident_bytes,
+        "bits_per_weight": 8 * resident_bytes / num_weights,
+        "lut_share": 1 - planes_bytes / payload_bytes,
+        "padding_share": 1 - payload_bytes / resident_bytes,
+        "own_lut_experts_bytes": num_blocks * sum(layout.own_lut_bytes(bits) for layout in layouts),
+    }
+
+
+def summarize(checkpoint: PagedCheckpoint) -> dict:
+    """Returns what the checkpoint holds as plain numbers, ready for JSON.
+
+    ``widths`` is the M table: device bytes of one linear-block at each bitwidth (whole frames, LUTs min_bits .. b) and
+    of all routed experts, beside what a static checkpoint that keeps one LUT would take.
+
+    Raises:
+      UserError: an array that it reads is damaged.
+    """
+    manifest = checkpoint.manifest
+    config, layouts = manifest.config, manifest.layouts()
+    dense = {name: info for name, info in manifest.arrays.items() if name.startswith("dense/")}
+    num_blocks = config.num_sparse_layers * config.num_experts
+    tokens_LE = checkpoint.tokens
+    return {
+        "model": {
+            "family": config.family,
+            "layers": config.num_layers,
+            "sparse_layers": config.num_sparse_layers,
+            "hidden_size": config.hidden_size,
+            "experts": config.num_experts,
+            "experts_per_token": config.num_experts_per_tok,
+            "expert_width": config.moe_intermediate_size,
+            "shared_expert_width": config.shared_expert_intermediate_size,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "paged_parameters": num_blocks * sum(layout.rows * layout.columns for layout in layouts),
+            "dense_parameters": sum(prod(info.shape) for info in dense.values()),
+        },
+        "blocks": {
+            name: {"rows": layout.rows, "columns": layout.columns, "frames": layout.block_frames}
+            for name, layout in zip(KINDS, layouts)
+        },
+        "frame_bytes": manifest.frame_bytes,
+        "widths": [_width(bits, layouts, num_blocks) for bits in range(manifest.min_bits, manifest.max_bits + 1)],
+        "dense_bytes": sum(info.nbytes for info in dense.values()),
+        "dense_dtypes": sorted({info.dtype for info in dense.values()}),
+        "disk_bytes": sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file()),
+        "calibration": {
+            "text_sha256": manifest.calibration.text_sha256,
+            "samples": manifest.calibration.samples,
+            "sequence_length": manifest.calibration.sequence_length,
+            "seed": manifest.calibration.seed,
+            "min_tokens": manifest.calibration.min_tokens,
+            "experts": tokens_LE.size,
+            "uncalibrated_experts": manifest.calibration.uncalibrated_experts,
+            "tokens_per_expert": {
+                "fewest": int(tokens_LE.min()),
+                "median": float(np.median(tokens_LE)),
+                "most": int(tokens_LE.max()),
+            },
+        },
+        "versions": {"format": FORMAT_VERSION, "layout": LAYOUT_VERSION, **manifest.versions},
+    }

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer that lies beside a model's weights, in a Hugging Face folder as in a paged checkpoint."""
+
+from pathlib import Path
+
+from pagedweight_jax.errors import UserError
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
+
+def load_tokenizer(folder: Path):
+    """Returns the folder's tokenizer, a transformers ``PreTrainedTokenizerBase``; never asks the network.
+
+    Raises:
+      UserError: there is none.
+    """
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+    if not any((Path(folder) / name).is_file() for name in VOCABULARIES):  # transformers would make up an empty one
+        raise UserError(f"{folder}: no tokenizer (none of {', '.join(VOCABULARIES)})")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder}: no tokenizer that can be loaded ({type(error).__name__})") from error

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs that make, show and check a paged checkpoint."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pagedweight_jax.cli.common import format_count, format_size, print_json, progress_bars
+from pagedweight_jax.errors import UserError
+
+
+def add_verbs(verbs) -> None:
+    """Adds ``convert``, ``inspect`` and ``verify`` to the sub-parsers ``verbs``."""
+    verb = verbs.add_parser("convert", help="make a paged checkpoint from a Hugging Face folder")
+    verb.set_defaults(run=convert)
+    verb.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json, safetensors and tokenizer")
+    verb.add_argument("out", metavar="OUT", type=Path, help="the checkpoint's folder, made here")
+    verb.add_argument("--bits", type=parse_bits, default=(3, 8), help="bitwidths to support (default 3..8)")
+    verb.add_argument("--text", type=Path, help="calibration text (default HF_DIR/text/calibration.txt)")
+    verb.add_argument("--samples", type=int, default=100, help="calibration sequences (default 100)")
+    verb.add_argument("--sequence-length", type=int, default=512, help="tokens of each (default 512)")
+    verb.add_argument("--seed", type=int, default=0, help="of the choice of sequences (default 0)")
+    verb.add_argument("--overwrite", action="store_true", help="replace a paged checkpoint at OUT")
+
+    inspect_verb = verbs.add_parser("inspect", help="show what a paged checkpoint holds")
+    inspect_verb.set_defaults(run=inspect)
+    verify_verb = verbs.add_parser("verify", help="read everything and compare it with its checksums")
+    verify_verb.set_defaults(run=verify)
+    for one in (inspect_verb, verify_verb):
+        one.add_argument("checkpoint", metavar="OUT", type=Path, help="a paged checkpoint")
+    for one in (verb, inspect_verb, verify_verb):
+        one.add_argument("--json", action="store_true", help="print JSON")
+
+
+def parse_bits(text: str) -> tuple[int, int]:
+    """Returns (lowest, highest) bitwidth from ``3..8`` or ``4``.
+
+    Raises:
+      UserError: it is neither.
+    """
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if not match:
+        raise UserError(f"bits {text!r}: write a range like 3..8, or one bitwidth")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def convert(args: argparse.Namespace) -> int:
+    from pagedweight_jax.calibrate.convert import convert
+
+    with progress_bars() as (progress, report):
+        checkpoint = convert(
+            args.folder,
+            args.out,
+            bits=args.bits,
+            text=args.text,
+            samples=args.samples,
+            sequence_length=args.sequence_length,
+            seed=args.seed,
+            overwrite=args.overwrite,
+            progress=progress,
+            report=report,
+        )
+    return print_checkpoint(checkpoint, args.json)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    from pagedweight_jax.checkpoint.paged import open_checkpoint
+
+    return print_checkpoint(open_checkpoint(args.checkpoint), args.json)
+
+
+def verify(args: argparse.Namespace) -> int:
+    from pagedweight_jax.checkpoint.paged import verify
+
+    with progress_bars() as (progress, _):
+        problems = verify(args.checkpoint, progress)
+    if args.json:
+        print_json({"path": str(args.checkpoint), "ok": not problems, "problems": problems})
+    elif not problems:
+        print(f"{args.checkpoint}: every array and every file is what was written")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 2 if problems else 0
+
+
+def print_checkpoint(checkpoint, as_json: bool) -> int:
+    from pagedweight_jax.checkpoint.summary import summarize
+
+    summary = summarize(checkpoint)
+    if as_json:
+        print_json({"path": str(checkpoint.path), **summary})
+        return 0
+    console = Console(highlight=False)
+    console.print(checkpoint.path, style="bold", markup=False, soft_wrap=True)
+    console.print(facts_table(summary))
+    console.print(widths_table(summary))
+    console.print("gate_up, down: one linear-block. LUTs, padding: shares. static: one LUT kept.", style="dim")
+    return 0
+
+
+def facts_table(summary: dict) -> Table:
+    """Returns the model, its files and its calibration, a line each."""
+    model, blocks, versions = summary["model"], summary["blocks"], summary["versions"]
+    calibration = summary["calibration"]
+    tokens, missed = calibration["tokens_per_expert"], calibration["uncalibrated_experts"]
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items() if name not in ("format", "layout"))
+    facts = {
+        "model": f"{model['family']}: {model['layers']} layers, hidden {model['hidden_size']}, "
+        f"vocabulary {model['vocab_size']}, context {model['max_position_embeddings']} tokens",
+        "experts": f"{model['experts']} of width {model['expert_width']} in each of {model['sparse_layers']} layers, "
+        f"{model['experts_per_token']} per token; shared expert {model['shared_expert_width'] or 'none'}",
+        "parameters": f"{format_count(model['paged_parameters'])} in pages, "
+        f"{format_count(model['dense_parameters'])} dense",
+        "dense weights": f"{format_size(summary['dense_bytes'])} of {', '.join(summary['dense_dtypes'])}",
+        "frames": f"{format_size(summary['frame_bytes'])}; "
+        + ", ".join(f"{name} {b['rows']}x{b['columns']} takes {b['frames']}" for name, b in blocks.items()),
+        "on disk": format_size(summary["disk_bytes"]),
+        "calibration": f"{calibration['samples']} sequences of {calibration['sequence_length']} tokens, "
+        f"seed {calibration['seed']}, text {calibration['text_sha256'][:12]}",
+        "coverage": f"{calibration['experts']} experts saw {tokens['fewest']} to {tokens['most']} tokens, median "
+        f"{tokens['median']:.0f}; {missed} saw fewer than {calibration['min_tokens']}",
+        "written by": f"{packages}; format {versions['format']}, layout {versions['layout']}",
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    return table
+
+
+def widths_table(summary: dict) -> Table:
+    """Returns the M table: what one linear-block of each kind, and all routed experts, take at each bitwidth."""
+    table = Table(
+        title="Device memory by bitwidth", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("bits", justify="right", no_wrap=True, style="bold")
+    for heading in (*summary["blocks"], "experts", "bits/w", "LUTs", "padding", "static"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for width in summary["widths"]:
+        table.add_row(
+            str(width["bits"]),
+            *(format_size(width["block_bytes"][name]) for name in summary["blocks"]),
+            format_size(width["experts_bytes"]),
+            f"{width['bits_per_weight']:.2f}",
+            f"{width['lut_share']:.1%}",
+            f"{width['padding_share']:.1%}",
+            format_size(width["own_lut_experts_bytes"]),
+        )
+    return table

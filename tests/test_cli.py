@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: results on stdout, everything else on stderr, a user's mistake in one line and exit code 2."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedweight_jax.cli import main
+from pagedweight_jax.cli.checkpoint import parse_bits
+from pagedweight_jax.cli.common import format_count, format_size, parse_size
+from pagedweight_jax.errors import UserError
+
+SMALL = ["--bits", "2..4", "--samples", "8", "--sequence-length", "64"]
+
+
+@pytest.fixture(scope="module")
+def converted(hf_folder, tmp_path_factory):
+    """A checkpoint made by the command line."""
+    out = tmp_path_factory.mktemp("paged") / "tiny"
+    assert main(["convert", str(hf_folder), str(out), *SMALL]) == 0
+    return out
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a verb: (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        code = main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def refused(result):
+    """The one line of a refusal."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("pagedweight: ")
+    return err
+
+
+def test_convert_says_what_it_did(run, hf_folder, tmp_path):
+    code, out, err = run("convert", hf_folder, tmp_path / "out", *SMALL)
+    assert code == 0
+    assert out.splitlines()[0] == str(tmp_path / "out")
+    assert "qwen2_moe" in out
+    assert err == f"calibration text: {hf_folder / 'text' / 'calibration.txt'}\n"
+
+
+def test_convert_prints_json_and_takes_another_text(run, hf_folder, tmp_path):
+    text = tmp_path / "other.txt"
+    text.write_text("the quick brown fox " * 40)
+    code, out, err = run("convert", hf_folder, tmp_path / "out", "--bits", 3, "--samples", 2, "--text", text, "--json",
+                         "--sequence-length", 64, "--seed", 5)  # fmt: skip
+    assert code == 0
+    summary = json.loads(out)
+    assert [width["bits"] for width in summary["widths"]] == [3]
+    assert summary["calibration"]["seed"] == 5
+    assert "calibration text" not in err
+
+
+def test_inspect_prints_the_arithmetic(run, converted):
+    code, out, err = run("inspect", converted, "--json")
+    assert (code, err) == (0, "")
+    summary = json.loads(out)
+    assert summary["path"] == str(converted)
+    # gate_up 64x64: 512 bytes a plane, 2^b float16 a row; down 64x32: 256 bytes a plane. Frames of 512 bytes.
+    assert summary["frame_bytes"] == 512
+    planes = {"gate_up": 512, "down": 256}
+    resident = {name: {bits: 0 for bits in (1, 2, 3, 4)} for name in planes}
+    payload = dict.fromkeys((1, 2, 3, 4), 0)
+    for page in range(4):
+        lut = 64 * 2 ** (page + 1) * 2 if page + 1 >= 2 else 0
+        for name, plane in planes.items():
+            start = -(-plane // min(512, lut)) * min(512, lut) if lut else plane
+            resident[name][page + 1] = resident[name].get(page, 0) + -(-(start + lut) // 512) * 512
+        payload[page + 1] = payload.get(page, 0) + sum(planes.values()) + 2 * lut
+    for width in summary["widths"]:
+        bits = width["bits"]
+        total = resident["gate_up"][bits] + resident["down"][bits]
+        assert width["block_bytes"] == {name: resident[name][bits] for name in planes}
+        assert width["experts_bytes"] == 8 * total
+        assert width["bits_per_weight"] == pytest.approx(8 * total / (64 * 64 + 64 * 32), rel=1e-12)
+        assert width["padding_share"] == pytest.approx(1 - payload[bits] / total, abs=1e-12)
+        assert width["lut_share"] == pytest.approx(1 - bits * 768 / payload[bits], abs=1e-12)
+        assert width["own_lut_experts_bytes"] == 8 * (bits * 768 + 2 * 64 * 2**bits * 2)
+    assert summary["model"]["paged_parameters"] == 8 * (64 * 64 + 64 * 32)
+    assert summary["dense_bytes"] == 4 * summary["model"]["dense_parameters"]
+    assert summary["calibration"]["experts"] == 8
+
+
+def test_inspect_fits_a_terminal_of_80_columns(run, converted, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("inspect", converted)
+    assert code == 0
+    assert "…" not in out
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    assert [line.split()[0] for line in out.splitlines() if line.lstrip()[:1].isdigit()][-3:] == ["2", "3", "4"]
+
+
+def test_verify_finds_nothing_wrong_or_says_what_is(run, converted, tmp_path):
+    code, out, err = run("verify", converted)
+    assert (code, err) == (0, "")
+    assert str(converted) in out
+    assert json.loads(run("verify", converted, "--json")[1])["ok"] is True
+
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    (copy / "tokenizer.json").write_text("{}")
+    (copy / "text" / "calibration.txt").unlink()
+    code, out, err = run("verify", copy)
+    assert (code, out) == (2, "")
+    assert sorted(line.split(": ")[0] for line in err.splitlines()) == [
+        str(copy / "text" / "calibration.txt"), str(copy / "tokenizer.json")
+    ]  # fmt: skip
+    code, out, _ = run("verify", copy, "--json")
+    assert code == 2
+    assert json.loads(out) == {"path": str(copy), "ok": False, "problems": err.splitlines()}
+
+
+def test_mistakes_are_one_line_and_exit_code_2(run, hf_folder, converted, tmp_path):
+    assert "no such folder" in refused(run("inspect", tmp_path / "nowhere"))
+    assert "no such folder" in refused(run("verify", tmp_path / "nowhere"))
+    assert "no manifest.json" in refused(run("inspect", hf_folder))
+    assert "exists already (--overwrite replaces it)" in refused(run("convert", hf_folder, converted))
+    assert "bits 0..8" in refused(run("convert", hf_folder, tmp_path / "out", "--bits", "0..8"))
+    assert "bits 'wide'" in refused(run("convert", hf_folder, tmp_path / "out", "--bits", "wide"))
+    text = tmp_path / "short.txt"
+    text.write_text("short")
+    code, out, err = run("convert", hf_folder, tmp_path / "out", "--text", text)
+    assert (code, out) == (2, "")
+    assert "5 tokens are 0 sequences of 512, need 100" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_is_one_line_too(run, monkeypatch):
+    def missing(args):
+        Path("/nowhere/at/all").read_text()
+
+    monkeypatch.setattr("pagedweight_jax.cli.checkpoint.inspect", missing)
+    assert "/nowhere/at/all" in refused(run("inspect", "x"))
+
+
+def test_other_errors_are_not_hidden(run, monkeypatch):
+    def broken(args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pagedweight_jax.cli.checkpoint.inspect", broken)
+    with pytest.raises(ZeroDivisionError):
+        run("inspect", "x")
+
+
+def test_overwrite(run, hf_folder, converted, tmp_path):
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    code, out, _ = run("convert", hf_folder, copy, "--overwrite", "--json", *SMALL, "--bits", "3..3")
+    assert code == 0
+    assert [width["bits"] for width in json.loads(out)["widths"]] == [3]
+
+
+def test_it_runs_as_a_module_and_help_needs_no_jax():
+    program = (
+        "import sys, runpy\n"
+        "sys.argv = ['pagedweight', '--help']\n"
+        "try:\n"
+        "    runpy.run_module('pagedweight_jax.cli', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    sys.exit(end.code or ('jax' in sys.modules))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for verb in ("convert", "inspect", "verify"):
+        assert verb in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1073741824", 1 << 30),
+        ("10GiB", 10 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5 KiB", 1536),
+        ("10GB", 10**10),
+        (" 2TiB ", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "GiB", "-1GiB", "10 gigs", "1e9", "10Gi", "1.5.2MiB", "0.1"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match="write it like 10GiB"):
+        parse_size(text)
+
+
+def test_bits_are_read():
+    assert parse_bits("3..8") == (3, 8)
+    assert parse_bits("4") == (4, 4)
+    for text in ("", "3-8", "3..", "..8", "a..b"):
+        with pytest.raises(UserError, match=r"write a range like 3\.\.8"):
+            parse_bits(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (18432, "18.0 KiB"), (134 << 20, "134 MiB"),
+     (1 << 30, "1.00 GiB"), (3 << 50, "3072 TiB")],
+)  # fmt: skip
+def test_sizes_are_written_to_three_digits(size, text):
+    assert format_size(size) == text
+
+
+def test_counts_are_written_to_three_digits():
+    assert [format_count(count) for count in (0, 999, 49152, 2_700_000, 14_300_000_000)] == [
+        "0", "999", "49.2 K", "2.70 M", "14.3 B"
+    ]  # fmt: skip
