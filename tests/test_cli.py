@@ -130,6 +130,9 @@ def test_mistakes_are_one_line_and_exit_code_2(run, hf_folder, converted, tmp_pa
     assert "exists already (--overwrite replaces it)" in refused(run("convert", hf_folder, converted))
     assert "bits 0..8" in refused(run("convert", hf_folder, tmp_path / "out", "--bits", "0..8"))
     assert "bits 'wide'" in refused(run("convert", hf_folder, tmp_path / "out", "--bits", "wide"))
+    assert "is not a folder that can be written to" in refused(
+        run("convert", hf_folder, hf_folder / "config.json" / "out", *SMALL)
+    )
     text = tmp_path / "short.txt"
     text.write_text("short")
     code, out, err = run("convert", hf_folder, tmp_path / "out", "--text", text)

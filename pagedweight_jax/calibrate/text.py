@@ -51,8 +51,11 @@ def choose_sequences(begin: list[int], tokens: np.ndarray, samples: int, sequenc
       UserError: the text is too short, or a size makes no sense.
     """
     stretch = sequence_length - len(begin)
-    if samples < 1 or stretch < 1:
-        raise UserError(f"calibration: need at least 1 sample and 2 tokens each, got {samples} of {sequence_length}")
+    if samples < 1 or stretch < 1 or seed < 0:
+        raise UserError(
+            f"calibration: need at least 1 sample, {len(begin) + 1} tokens each and a seed of 0 or more, "
+            f"got {samples}, {sequence_length} and {seed}"
+        )
     available = len(tokens) // stretch
     if available < samples:
         raise UserError(

@@ -78,7 +78,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def check_output(out: Path, overwrite: bool) -> None:
-    """Raises UserError if ``out`` must not be written: it exists, and overwriting is not asked for or not safe."""
+    """Raises UserError if ``out`` cannot be written, or must not be: it exists and is not to be overwritten."""
+    parent = next(parent for parent in Path(out).absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"{out}: {parent} is not a folder that can be written to")
     if not out.exists():
         return
     if not overwrite:
@@ -138,6 +141,8 @@ def save(
         _write(partial / MANIFEST, manifest_text)
         if out.exists():
             replaced = out.with_name(out.name + ".replaced")
+            if replaced.exists():  # of an overwrite that died after its renames
+                shutil.rmtree(replaced)
             out.rename(replaced)
             partial.rename(out)
             shutil.rmtree(replaced)

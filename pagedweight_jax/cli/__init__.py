@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(argv)
         return args.run(args)
-    except (UserError, FileNotFoundError) as error:
+    except (UserError, OSError) as error:  # OSError: a missing file, a full disk, no permission
         print(f"pagedweight: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -175,7 +175,8 @@ def test_an_existing_output_is_refused_before_any_work(converted, hf_folder):
         ({"bits": (5, 3)}, r"bits 5\.\.3"),
         ({"bits": (3, 9)}, r"bits 3\.\.9"),
         ({"samples": 65}, "too short: 4096 tokens are 64 sequences of 64, need 65"),
-        ({"samples": 0}, "at least 1 sample"),
+        ({"samples": 0}, "at least 1 sample, 1 tokens each and a seed of 0 or more, got 0, 64 and 0"),
+        ({"seed": -1}, "got 8, 64 and -1"),
         ({"sequence_length": 513}, "sequences of 513 tokens exceed the model's context of 512"),
     ],
 )

@@ -159,6 +159,7 @@ def test_an_existing_folder_is_refused(copy, manifest, dense, source_files):
 
 def test_overwrite_replaces_a_checkpoint_and_nothing_else(copy, manifest, dense, source_files, tmp_path):
     (copy / "stray").write_text("of the old one")
+    (tmp_path / "tiny.replaced" / "arrays").mkdir(parents=True)  # of an overwrite that died
     save(copy, manifest, make_groups(manifest, dense), source_files, overwrite=True)
     assert not (copy / "stray").exists()
     assert verify(copy) == []
