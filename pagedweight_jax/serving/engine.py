@@ -212,10 +212,11 @@ class Engine:
 
     def _observe(self) -> Observation:
         geometry = self.state.geometry
+        released_frames = self.allocator.count(RETIRED) + self.residency.unwanted_frames
         kv = KVPressure(
             free_blocks=self.blocks.free_blocks,
             pending_blocks=self.scheduler.pending_blocks(),
-            releasing_blocks=self.allocator.count(RETIRED) // geometry.frames_per_block,
+            releasing_blocks=released_frames // geometry.frames_per_block,
             block_bytes=geometry.block_bytes,
         )
         return Observation(boundary=self._boundary, kv=kv)
@@ -302,7 +303,7 @@ class Engine:
             if request.finish_reason:
                 ended[request.number] = request
         for request, num_preemptions, logprobs_T, count in in_flight.scores:
-            if request.num_preemptions == num_preemptions:
+            if request.num_preemptions == num_preemptions and not request.finish_reason:
                 request.logprobs += np.asarray(logprobs_T)[:count].tolist()
                 if request.finish_reason:
                     ended[request.number] = request

@@ -66,7 +66,7 @@ class RequestOutput:
     finish_reason: FinishReason
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """The scheduler's own record of a request; it changes as the request runs.
 

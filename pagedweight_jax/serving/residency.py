@@ -54,6 +54,12 @@ class Residency:
         """True while frames can still come from weights: bits above the floor, or pages being retired."""
         return bool((self.table.desired_LEU > self.table.min_bits).any() or len(self.retiring_pages))
 
+    @property
+    def unwanted_frames(self) -> int:
+        """Frames of pages in transfer that will be dropped when they arrive."""
+        pages = pt.pages_in(self.table, pt.IN_TRANSFER)
+        return len(pt.frame_slots(self.table.layouts, pages[~pt.is_desired(self.table, pages)]))
+
     def retire(self) -> None:
         """Makes the frames of pages that were given up at the last boundary reusable."""
         if len(self.retiring_pages):

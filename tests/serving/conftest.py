@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny paged checkpoint with random pages, and its weights dequantized by independent code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,15 +39,9 @@ class Tiny:
                     index = (codes[e] >> (MAX_BITS - bits)).astype(int)
                     of_expert.append(np.take_along_axis(luts[bits][e], index, axis=1).astype(np.float32))
                 blocks.append(np.stack(of_expert))
-            experts = ExpertWeights(gate_up_ENC=blocks[0], down_ENC=blocks[1])
-            layers[layer] = _replace(w, mlp=_replace(w.mlp, experts=experts))
-        return _replace(self.dense, layers=tuple(layers))
-
-
-def _replace(x, **changes):
-    from dataclasses import replace
-
-    return replace(x, **changes)
+            experts = ExpertWeights(gate_up_ENC=jnp.array(blocks[0]), down_ENC=jnp.array(blocks[1]))
+            layers[layer] = replace(w, mlp=replace(w.mlp, experts=experts))
+        return replace(self.dense, layers=tuple(layers))
 
 
 @pytest.fixture(scope="session")

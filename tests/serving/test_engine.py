@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: what must hold whatever the traffic and the budget."""
+
+import json
+from dataclasses import asdict, replace
+
+import jax
+import numpy as np
+import pytest
+
+from pagedweight_jax.config import PlannerConfig, ServeConfig
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.events import write_events
+from pagedweight_jax.serving.request import SamplingParams
+
+PLANNER = PlannerConfig(low_watermark_blocks=2, high_watermark_blocks=4, hysteresis_boundaries=2)
+AMPLE_BYTES = 6 << 20
+CONFIG = ServeConfig(
+    memory_bytes=AMPLE_BYTES,
+    max_num_seqs=4,
+    max_model_len=256,
+    prefill_chunk_tokens=32,
+    steps_per_call=4,
+    planner=PLANNER,
+)
+
+
+def run(engine):
+    """Steps until all is done, checking every invariant of memory at every boundary."""
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+
+
+def load(seed=0, count=6):
+    """Returns (prompt, params) of a few requests of uneven lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        (
+            tuple(rng.integers(1, 128, rng.integers(2, 160)).tolist()),
+            SamplingParams(max_tokens=int(rng.integers(5, 96)), temperature=float(i % 2), seed=i, ignore_eos=True),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def engines(tiny):
+    """The function ``engines(**changes of CONFIG) -> Engine``: one for each configuration, idle between tests."""
+    built = {}
+
+    def get(**changes) -> Engine:
+        config = replace(CONFIG, **changes)
+        if config not in built:
+            built[config] = Engine(tiny.checkpoint, config)
+        return built[config]
+
+    yield get
+    for engine in built.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def tight_bytes(engines):
+    """A budget whose arena holds the experts at the top width and a fifth of the full contexts."""
+    engine = engines()
+    geometry = engine.state.geometry
+    full_kv_bytes = 4 * geometry.blocks_per_row * geometry.block_bytes
+    weight_bytes = engine.residency.table.bytes_UQ[:, -1].sum() * engine.residency.table.committed_LEU[..., 0].size
+    fixed_bytes = engine.ledger.total_bytes - engine.ledger.arena_bytes
+    return int(1.03 * fixed_bytes + weight_bytes + full_kv_bytes // 5)
+
+
+def test_frozen_tokens_do_not_depend_on_other_requests(engines):
+    engine = engines(mode="frozen", bits=4)
+    work = load()
+    alone = []
+    for prompt, params in work:
+        request = engine.add_request(prompt, params)
+        run(engine)
+        alone.append(request.generated)
+    together = [engine.add_request(prompt, params) for prompt, params in work]
+    run(engine)
+    assert [r.generated for r in together] == alone
+    staggered = []
+    for prompt, params in reversed(work):  # other rows, other neighbours, other times
+        staggered.append(engine.add_request(prompt, params))
+        for _ in range(3):
+            engine.step()
+    run(engine)
+    assert [r.generated for r in reversed(staggered)] == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)
+
+
+def test_different_bits_give_different_tokens(engines):
+    """The negative control of the equalities here: precision does reach the tokens."""
+    outputs = []
+    for bits in (4, 3):
+        engine = engines(mode="frozen", bits=4)
+        engine.lower_to(bits)
+        request = engine.add_request(tuple(range(1, 100)), SamplingParams(max_tokens=60, ignore_eos=True))
+        run(engine)
+        outputs.append(request.generated)
+    assert outputs[0] != outputs[1]
+
+
+def test_movement_without_pressure_changes_nothing(engines):
+    outputs = []
+    for planner in (PLANNER, replace(PLANNER, page_movement=False)):
+        engine = engines(planner=planner)
+        requests = [engine.add_request(prompt, params) for prompt, params in load(1)]
+        run(engine)
+        assert not any(event.lowered or event.raised for event in engine.events)
+        outputs.append([r.generated for r in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_bits_give_way_to_the_cache_and_come_back(engines, tight_bytes, tmp_path):
+    engine = engines(memory_bytes=tight_bytes)
+    start = engine.residency.mean_bits
+    begin = len(engine.events)
+    compilations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compilations.append(name) if "backend_compile" in name else None
+    )
+    work = [(tuple(range(1, 101)), SamplingParams(max_tokens=150, ignore_eos=True)) for _ in range(4)]
+    requests = [engine.add_request(prompt, params) for prompt, params in work]
+    run(engine)
+    for _ in range(100_000):  # transfers take as long as they take; a step never waits for one
+        if engine.residency.mean_bits >= start - 0.1:
+            break
+        engine.step()
+    engine.check_invariants()
+    events = engine.events[begin:]
+    assert all(len(r.generated) == 150 for r in requests)
+    assert min(e.mean_bits for e in events) <= start - 1
+    assert engine.residency.mean_bits >= start - 0.1
+    assert any(len(e.blocks_by_bits) > 1 and e.rows for e in events)
+    assert all(e.device_bytes <= e.budget_bytes == tight_bytes for e in events)
+    arena_bytes = engine.ledger.arena_bytes
+    assert all(e.kv_bytes + e.weight_bytes + e.releasing_bytes + e.free_bytes == arena_bytes for e in events)
+    assert any(e.raised for e in events)
+    assert sum(e.pages_landed for e in events) > 0
+    assert not compilations
+    write_events(tmp_path / "events.jsonl", events)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == json.loads(json.dumps(asdict(events[0])))
+
+
+def test_after_any_run_all_frames_are_accounted_for(engines, tight_bytes):
+    engine = engines(memory_bytes=tight_bytes)
+    for seed in range(3):
+        requests = [engine.add_request(prompt, params) for prompt, params in load(seed + 10, count=9)]
+        run(engine)
+        assert all(len(r.generated) == r.params.max_tokens for r in requests)
+        assert engine.blocks.used_blocks == 0
+
+
+def test_preempted_requests_end_with_the_same_tokens(engines, tight_bytes):
+    work = [(prompt[:40], replace(params, max_tokens=120)) for prompt, params in load(3)]
+    outputs, preemptions = [], []
+    for memory_bytes in (AMPLE_BYTES, tight_bytes):
+        engine = engines(mode="frozen", bits=6, kv_tokens=16, memory_bytes=memory_bytes)
+        requests = [engine.add_request(prompt, params) for prompt, params in work]
+        run(engine)
+        outputs.append([r.generated for r in requests])
+        preemptions.append(sum(r.num_preemptions for r in requests))
+    assert outputs[0] == outputs[1]
+    assert preemptions[0] == 0 < preemptions[1]
+
+
+def test_scoring_requests_give_the_log_probabilities_of_their_prompts(engines):
+    engine = engines(mode="frozen", bits=4)
+    rng = np.random.default_rng(8)
+    prompts = [tuple(rng.integers(0, 128, n).tolist()) for n in (2, 33, 100, 256)]
+    alone = []
+    for prompt in prompts:
+        alone.append(engine.add_request(prompt, None))
+        run(engine)
+    together = [engine.add_request(prompt, None) for prompt in prompts]
+    generating = engine.add_request(prompts[1], SamplingParams(max_tokens=20))
+    run(engine)
+    assert [r.logprobs for r in together] == [r.logprobs for r in alone]
+    assert [len(r.logprobs) for r in together] == [len(p) - 1 for p in prompts]
+    assert all(value < 0 for r in together for value in r.logprobs)
+    assert generating.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ((), SamplingParams(), "at least 1 token, got 0"),
+        ((5,), None, "at least 2 tokens, got 1"),
+        ((1, 128), SamplingParams(), r"prompt token 1 is 128, the vocabulary is 0\.\.127"),
+        ((1, -1), SamplingParams(), "prompt token 1 is -1"),
+        ((1,) * 200, SamplingParams(max_tokens=57), "make 257, max_model_len is 256"),
+        ((1,), SamplingParams(stop_token_ids=tuple(range(1, 9))), "at most 8 stop tokens, got 9"),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_nothing(engines, prompt, params, message):
+    engine = engines()
+    with pytest.raises(UserError, match=message):
+        engine.add_request(prompt, params)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_bytes": 100_000}, "a budget of 97.7 KiB is too small.*longest context that fits is 0 tokens"),
+        ({"max_model_len": 1024}, "max_model_len 1024 exceeds the model's context of 512"),
+        ({"max_model_len": 16}, "prefill_chunk_tokens 32 exceeds max_model_len 16"),
+        ({"mode": "frozen", "bits": 7}, r"bits 7: the checkpoint has 3\.\.6"),
+    ],
+)
+def test_bad_configurations_are_refused(tiny, changes, message):
+    with pytest.raises(UserError, match=message):
+        Engine(tiny.checkpoint, replace(CONFIG, **changes))
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(UserError, match="needs mode='frozen'"):
+        replace(CONFIG, bits=4)
+    with pytest.raises(UserError, match="steps_per_call must be at least 1, got 0"):
+        replace(CONFIG, steps_per_call=0)
+    with pytest.raises(UserError, match="temperature"):
+        SamplingParams(temperature=-0.5)
+    with pytest.raises(UserError, match="max_tokens must be at least 1"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(UserError, match="seed must lie"):
+        SamplingParams(seed=-1)
