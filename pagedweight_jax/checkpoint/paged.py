@@ -193,7 +193,7 @@ class PagedCheckpoint:
             read = ocp.load(self.path / ARRAYS / group, tree)
         except Exception as error:  # Orbax and TensorStore raise many kinds; all of them mean bytes that cannot be read
             what = f"array {names[0]}" if len(names) == 1 else f"an array of {group}"
-            first_line = str(error).strip().partition("\n")[0][:200]
+            first_line = str(error).strip().partition("\n")[0][:100]
             why = f"{type(error).__name__}: {first_line}"
             raise UserError(f"{self.path}: {what} is damaged or missing ({why}); copy or convert it again") from error
         for name in names:
