@@ -82,7 +82,7 @@ def _check_owners(table: PageTable, allocator: FrameAllocator, kv_frames: np.nda
     owners_A = np.bincount(frames, minlength=allocator.num_frames)
     if (owners_A != 1).any():
         frame = int((owners_A != 1).argmax())
-        names = [OWNER_NAMES[owner[-1]] for owner, claimed in claims for _ in range(np.sum(claimed == frame))]
+        names = [OWNER_NAMES[owner[0]] for owner, claimed in claims for _ in range(np.sum(claimed == frame))]
         raise AssertionError(f"frame {frame} has {len(names)} owners: {', '.join(names) or 'nobody'}")
     for owner, claimed in claims:
         wrong = ~np.isin(allocator.owners(claimed), owner)
