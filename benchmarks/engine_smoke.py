@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole engine on a device at Qwen1.5-MoE-A2.7B's layer sizes, random weights: is memory handled as designed?
+
+    python benchmarks/engine_smoke.py [--layers 2] [--experts 60] [--out benchmarks/results/engine_smoke.jsonl]
+
+Four questions, each with its figures: does a step update the arena in place, do tokens equal the CPU's, do bits fall
+and come back under a budget, and do page transfers overlap with decode calls? The steps are the plain XLA ones.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from random_checkpoint import RandomCheckpoint, qwen_moe_config
+from record import append_result
+
+from pagedweight_jax.config import PlannerConfig, ServeConfig
+from pagedweight_jax.paging import table as pt
+from pagedweight_jax.paging.arena import WEIGHT
+from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.ledger import format_bytes
+from pagedweight_jax.serving.request import SamplingParams
+
+GIB = 1 << 30
+
+
+def serve(engine, prompts, max_tokens):
+    requests = [engine.add_request(p, SamplingParams(max_tokens=max_tokens, ignore_eos=True)) for p in prompts]
+    while engine.has_work:
+        engine.step()
+    return [r.generated for r in requests]
+
+
+def score(engine, prompt):
+    request = engine.add_request(prompt, None)
+    while engine.has_work:
+        engine.step()
+    return np.array(request.logprobs)
+
+
+def compare_with_cpu(device):
+    """Tokens and log-probabilities of a small model (2 layers, 8 experts) on the device and on the CPU, in float32."""
+    checkpoint = RandomCheckpoint.make(qwen_moe_config(2, num_experts=8, vocab_size=8192), 3, 6)
+    config = ServeConfig(
+        memory_bytes=8 * GIB,
+        max_num_seqs=4,
+        max_model_len=512,
+        mode="frozen",
+        kv_tokens=2048,
+        dtype="float32",
+        kv_dtype="float32",
+    )
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 8192, n).tolist()) for n in (40, 200, 7)]
+    runs = []
+    for where in (device, jax.devices("cpu")[0]):
+        with jax.default_device(where):
+            engine = Engine(checkpoint, config, where)
+            runs.append((serve(engine, prompts, 32), score(engine, prompts[1])))
+            engine.close()
+    (a, la), (b, lb) = runs
+    equal = sum(x == y for p, q in zip(a, b) for x, y in zip(p, q))
+    return {
+        "platforms": [device.platform, "cpu"],
+        "tokens_equal": equal,
+        "tokens_total": sum(len(p) for p in a),
+        "logprob_relative_error": float(np.linalg.norm(la - lb) / np.linalg.norm(lb)),
+    }
+
+
+def trade(checkpoint, device, ample_bytes, prompt_tokens):
+    """Serves growing contexts under a budget that cannot hold them beside the top width."""
+    ample = ServeConfig(memory_bytes=ample_bytes, max_num_seqs=8, max_model_len=2048, steps_per_call=8)
+    began = time.perf_counter()
+    engine = Engine(checkpoint, ample, device)
+    build_seconds = time.perf_counter() - began
+    geometry, table = engine.state.geometry, engine.residency.table
+    top_bytes = int(table.bytes_UQ[:, -1].sum()) * table.committed_LEU[..., 0].size
+    fixed_bytes = engine.ledger.total_bytes - engine.ledger.arena_bytes
+    kv_bytes = 8 * geometry.blocks_per_row * geometry.block_bytes
+    engine.close()
+    budget_bytes = fixed_bytes + top_bytes + kv_bytes // 4
+    planner = PlannerConfig(low_watermark_blocks=32, high_watermark_blocks=64, max_reload_bytes=256 << 20)
+    engine = Engine(checkpoint, dataclasses.replace(ample, memory_bytes=budget_bytes, planner=planner), device)
+    print(f"budget {format_bytes(budget_bytes)}")
+    for name, num_bytes in engine.ledger.rows():
+        print(f"  {name:36s} {format_bytes(num_bytes):>12s}")
+    program = engine.programs.decode.memory_analysis()
+    pointer = engine.state.arena_AW.unsafe_buffer_pointer()
+    start_bits = engine.residency.mean_bits
+    rng = np.random.default_rng(1)
+    prompts = [tuple(rng.integers(0, 4096, prompt_tokens).tolist()) for _ in range(8)]
+    served = serve(engine, prompts, 48)
+    in_place = engine.state.arena_AW.unsafe_buffer_pointer() == pointer
+    began = time.perf_counter()
+    while engine.residency.mean_bits < start_bits - 0.1 and time.perf_counter() - began < 30:
+        engine.step()
+    engine.check_invariants()
+    record = {
+        "build_seconds": build_seconds,
+        "arena_bytes": engine.ledger.arena_bytes,
+        "decode_alias_bytes": program.alias_size_in_bytes,
+        "decode_temporary_bytes": program.temp_size_in_bytes,
+        "arena_in_place": in_place,
+        "start_bits": start_bits,
+        "least_bits": min(e.mean_bits for e in engine.events),
+        "end_bits": engine.residency.mean_bits,
+        "tokens": sum(map(len, served)),
+        "pages_landed": sum(e.pages_landed for e in engine.events),
+        "landed_bytes": sum(e.moved_bytes for e in engine.events),
+        "over_budget_boundaries": sum(e.device_bytes > e.budget_bytes for e in engine.events),
+        "device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+    }
+    return engine, record
+
+
+def overlap(engine, calls=6):
+    """Times decode calls alone, transfers alone, and both together; pages are staged, then dropped."""
+    residency = engine.residency
+    engine.config = dataclasses.replace(engine.config, mode="frozen")  # the planner would raise bits meanwhile
+    engine.lower_to(3)
+    residency.retire()
+    rng = np.random.default_rng(2)
+    for _ in range(8):
+        engine.add_request(tuple(rng.integers(0, 4096, 64).tolist()), SamplingParams(max_tokens=1900, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    planes = np.array([p for p in np.argwhere(residency.table.state_LEUP == pt.HOST) if p[3] == 3])[:64]
+
+    def decode():
+        for _ in range(calls):
+            engine.state, tokens = engine.programs.decode(engine.weights, engine.state)
+        return tokens
+
+    def transfer():
+        residency.table = pt.set_desired(residency.table, np.full_like(residency.table.desired_LEU, 4))
+        frames = engine.allocator.take(len(pt.frame_slots(residency.table.layouts, planes)), WEIGHT)
+        residency.table = pt.begin_reload(residency.table, planes, frames)
+        residency.mover.start_reload(planes, frames)
+
+    def drop():
+        moved_bytes = 0
+        for landed in residency.mover.drain():
+            moved_bytes += sum(page.nbytes for page in landed.staged_B[: len(landed.pages_N4)])
+            residency.table, frames = pt.cancel(residency.table, landed.pages_N4)
+            engine.allocator.give(frames)
+        return moved_bytes
+
+    def timed(*work):
+        began = time.perf_counter()
+        results = [w() for w in work]
+        jax.block_until_ready([r for r in results if r is not None])
+        return time.perf_counter() - began, results
+
+    timed(decode)
+    alone = statistics.median(timed(decode)[0] for _ in range(3))
+    copies, both, moved_bytes = [], [], 0
+    for _ in range(3):
+        seconds, results = timed(transfer, drop)
+        copies.append(seconds)
+        moved_bytes = results[1]
+        both.append(timed(transfer, decode, drop)[0])
+    copy, together = statistics.median(copies), statistics.median(both)
+    return {
+        "decode_ms": 1e3 * alone,
+        "transfer_ms": 1e3 * copy,
+        "together_ms": 1e3 * together,
+        "moved_bytes": moved_bytes,
+        "transfer_gb_per_s": moved_bytes / copy / 1e9,
+        "hidden_share": max(0.0, min(1.0, (alone + copy - together) / min(alone, copy))),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=60)
+    parser.add_argument("--max-bits", type=int, default=6)
+    parser.add_argument("--ample-memory", type=int, default=40 * GIB, help="bytes for a first look at all sizes")
+    parser.add_argument("--prompt-tokens", type=int, default=1500)
+    parser.add_argument("--out", default="benchmarks/results/engine_smoke.jsonl")
+    arguments = parser.parse_args()
+    device = jax.devices()[0]
+    jnp.zeros(1).block_until_ready()
+    parity = compare_with_cpu(device)
+    print("parity ", parity)
+    append_result(arguments.out, "engine_smoke.parity", parity)
+    config = qwen_moe_config(arguments.layers, num_experts=arguments.experts, vocab_size=32_768)
+    engine, record = trade(
+        RandomCheckpoint.make(config, 3, arguments.max_bits), device, arguments.ample_memory, arguments.prompt_tokens
+    )
+    print("trade  ", record)
+    append_result(arguments.out, "engine_smoke.trade", record)
+    record = overlap(engine)
+    print("overlap", record)
+    append_result(arguments.out, "engine_smoke.overlap", record)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
