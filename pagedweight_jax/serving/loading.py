@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedweight_jax.checkpoint.dense import abstract_dense
+from pagedweight_jax.checkpoint.manifest import PagedManifest
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint
 from pagedweight_jax.config import KINDS, ModelConfig, ServeConfig
 from pagedweight_jax.errors import UserError
@@ -28,6 +29,9 @@ from pallas_kernels.paged_attention.api import SPLIT_TOKENS
 
 BATCH_PAGES = 8
 """Pages that cross from the host together."""
+
+SPARE_SHARE = 0.05
+"""Share of the arena that may go unused before the programs are compiled again for a larger one."""
 
 STAGED_BATCHES = 4
 """Batches of the largest page that staging memory holds: two under way, two landing."""
@@ -71,11 +75,9 @@ def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | 
     model = checkpoint.manifest.config
     _check(model, config)
     layouts = checkpoint.manifest.layouts()
-    dtype = config.dtype or ("bfloat16" if device.platform == "gpu" else "float32")
-    geometry = make_geometry(model, layouts, config.kv_dtype, config.max_num_seqs, config.max_model_len)
-    update_frames = BATCH_PAGES * max(layout.page_frames(p) for layout in layouts for p in range(layout.max_bits))
-    abstract_weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_dense(model))
-    ledger, programs = _fit(abstract_weights, geometry, config, update_frames)
+    shapes = _shapes(checkpoint.manifest, config, device)
+    geometry = shapes.geometry
+    ledger, programs = _fit(shapes, config)
 
     calibration = Calibration(
         sensitivity_LEUQ=checkpoint.sensitivity,
@@ -83,7 +85,7 @@ def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | 
         max_bits=checkpoint.manifest.max_bits,
     )
     bits_LEU = _start_bits(calibration, bytes_table(layouts), geometry, ledger, config)
-    weights = jax.device_put(checkpoint.load_dense(dtype), device)
+    weights = jax.device_put(checkpoint.load_dense(shapes.dtype), device)
     num_frames = ledger.arena_bytes // geometry.frame_bytes
     allocator = FrameAllocator(num_frames)
     table = initial_table(layouts, model.num_sparse_layers, model.num_experts, bits_LEU, allocator)
@@ -98,7 +100,65 @@ def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | 
         calibration=calibration,
         programs=programs,
         ledger=ledger,
-        update_frames=update_frames,
+        update_frames=shapes.update_frames,
+    )
+
+
+def budget_bytes(
+    manifest: PagedManifest, config: ServeConfig, *, bits: int, kv_tokens: int, device: jax.Device | None = None
+) -> int:
+    """Returns a memory budget under which ``config`` holds all experts at ``bits`` bits and ``kv_tokens`` of context.
+
+    Args:
+      manifest: of the checkpoint.
+      config: its own ``memory_bytes`` is not read.
+      bits: one of the checkpoint's bitwidths.
+      kv_tokens: tokens of KV cache over all rows. The temporaries of the programs are estimated from above, so a little
+        more may fit.
+      device: JAX's first one if None.
+    """
+    shapes = _shapes(manifest, config, device or jax.devices()[0])
+    kv_blocks = -(-kv_tokens // shapes.geometry.kv.block_tokens)
+    entries = shapes.fixed_entries(_estimate_temporary_bytes(shapes.model, shapes.geometry, config))
+    return sum(entries.values()) + shapes.experts_bytes(bits) + kv_blocks * shapes.geometry.block_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    """What is known of an engine before it has any memory."""
+
+    weights: Weights
+    dtype: str
+    geometry: Geometry
+    update_frames: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.weights.config
+
+    def experts_bytes(self, bits: int) -> int:
+        """All routed experts' pages at ``bits`` bits."""
+        block_bytes = sum(layout.resident_bytes(bits) for layout in (self.geometry.gate_up, self.geometry.down))
+        return self.model.num_sparse_layers * self.model.num_experts * block_bytes
+
+    def fixed_entries(self, temporary_bytes: int) -> dict[str, int]:
+        """The ledger's entries beside the arena."""
+        return {
+            "dense_bytes": tree_bytes(self.weights),
+            "table_bytes": 2 * tree_bytes(_abstract_state(self.model, self.geometry, 0)),
+            "temporary_bytes": temporary_bytes,
+            "staging_bytes": STAGED_BATCHES * self.update_frames * self.geometry.frame_bytes,
+        }
+
+
+def _shapes(manifest: PagedManifest, config: ServeConfig, device: jax.Device) -> _Shapes:
+    model, layouts = manifest.config, manifest.layouts()
+    dtype = config.dtype or ("bfloat16" if device.platform == "gpu" else "float32")
+    return _Shapes(
+        weights=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_dense(model)),
+        dtype=dtype,
+        geometry=make_geometry(model, layouts, config.kv_dtype, config.max_num_seqs, config.max_model_len),
+        update_frames=BATCH_PAGES * max(layout.page_frames(p) for layout in layouts for p in range(layout.max_bits)),
     )
 
 
@@ -129,51 +189,53 @@ def _abstract_state(model: ModelConfig, geometry: Geometry, num_frames: int) -> 
     return jax.eval_shape(make)
 
 
-def _fit(weights: Weights, geometry: Geometry, config: ServeConfig, update_frames: int) -> tuple[Ledger, Programs]:
-    """Compiles for the arena that an estimate of the temporaries leaves; again only if the estimate was too low.
+def _fit(shapes: _Shapes, config: ServeConfig) -> tuple[Ledger, Programs]:
+    """Compiles for the arena that an estimate of the temporaries leaves; again if it was too low or wastes memory.
 
     A budget is refused for what the programs really take, never for the estimate.
     """
-    model = weights.config
-    layouts = (geometry.gate_up, geometry.down)
+    geometry = shapes.geometry
 
     def plan(temporary_bytes: int) -> Ledger:
         return plan_ledger(
             budget_bytes=config.memory_bytes,
-            dense_bytes=tree_bytes(weights),
-            table_bytes=2 * tree_bytes(_abstract_state(model, geometry, 0)),
-            temporary_bytes=temporary_bytes,
-            staging_bytes=STAGED_BATCHES * update_frames * geometry.frame_bytes,
-            floor_bytes=model.num_sparse_layers * model.num_experts * int(bytes_table(layouts)[:, 0].sum()),
+            **shapes.fixed_entries(temporary_bytes),
+            floor_bytes=shapes.experts_bytes(geometry.gate_up.min_bits),
             geometry=geometry,
         )
 
+    def compiled(ledger: Ledger) -> Programs:
+        state = _abstract_state(shapes.model, geometry, ledger.arena_bytes // geometry.frame_bytes)
+        return compile_programs(shapes.weights, state, config, BATCH_PAGES, shapes.update_frames)
+
     try:
-        ledger = plan(_estimate_temporary_bytes(model, geometry, config))
+        ledger = plan(_estimate_temporary_bytes(shapes.model, geometry, config))
     except UserError:
         ledger = plan(0)
-    for _ in range(2):
-        state = _abstract_state(model, geometry, ledger.arena_bytes // geometry.frame_bytes)
-        programs = compile_programs(weights, state, config, BATCH_PAGES, update_frames)
-        if programs.temporary_bytes <= ledger.temporary_bytes:
-            return dataclasses.replace(ledger, temporary_bytes=programs.temporary_bytes), programs
+    programs = compiled(ledger)
+    spare_bytes = ledger.temporary_bytes - programs.temporary_bytes
+    if not 0 <= spare_bytes <= SPARE_SHARE * ledger.arena_bytes:
         ledger = plan(int(1.02 * programs.temporary_bytes))
-    raise RuntimeError(f"temporaries of {programs.temporary_bytes} bytes depend on the size of the arena")
+        programs = compiled(ledger)
+        if programs.temporary_bytes > ledger.temporary_bytes:
+            raise RuntimeError(f"temporaries of {programs.temporary_bytes} bytes depend on the size of the arena")
+    return dataclasses.replace(ledger, temporary_bytes=programs.temporary_bytes), programs
 
 
 def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: ServeConfig) -> int:
-    """An upper guess of the programs' temporaries: an expert dequantized, a chunk's activations, scores and logits."""
-    tokens = max(config.prefill_chunk_tokens, config.max_num_seqs)
+    """An upper guess of the programs' temporaries: a chunk's attention, experts and logits, or a decode step's."""
+    rows, chunk_tokens = config.max_num_seqs, config.prefill_chunk_tokens
     block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
-    split_values = config.max_num_seqs * SPLIT_TOKENS * model.num_kv_heads * model.head_dim
-    values = (
-        6 * block_values
-        + tokens * (8 * model.hidden_size + 6 * model.moe_intermediate_size + 4 * model.num_heads * model.head_dim)
-        + 4 * tokens * model.num_heads * SPLIT_TOKENS
-        + 8 * split_values
-        + 4 * tokens * model.vocab_size
+    split_values = SPLIT_TOKENS * model.num_kv_heads * model.head_dim
+    # Per token: scores of a split, queries and outputs; or gate, up and their product.
+    attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + model.hidden_size
+    expert_values = 4 * model.moe_intermediate_size + 2 * model.hidden_size
+    return 4 * max(
+        chunk_tokens * attention_values + 2 * split_values,
+        chunk_tokens * expert_values + 2 * block_values,
+        chunk_tokens * (model.vocab_size + 4 * model.hidden_size),
+        rows * (attention_values + 4 * split_values + model.vocab_size),
     )
-    return 4 * values
 
 
 def _start_bits(
