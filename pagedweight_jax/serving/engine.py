@@ -131,6 +131,15 @@ class Engine:
         self.scheduler.add(request)
         return request
 
+    def cancel(self, request: Request) -> None:
+        """Ends a request at this boundary, waiting or running; its row and blocks are free at once. Idempotent."""
+        if request.finish_reason:
+            return
+        request.cancelled = True
+        if request.row is not None:
+            self._assign_row(request.row, SamplingParams(), ())
+        self.scheduler.finish(request)
+
     def step(self) -> list[Request]:
         """Runs one boundary and its calls; returns the requests whose last token the host saw."""
         residency = self.residency
@@ -231,7 +240,7 @@ class Engine:
             self.state, lowered, offloaded = self.residency.lower(self.state, plan)
             return lowered, offloaded, 0
         plan = plan_reload(table, observation, self.calibration, self._queue, planner)
-        return (), 0, 0 if plan is None else self.residency.reload(plan)
+        return (), 0, self.residency.reload(plan)
 
     def _dispatch(self, schedule: Schedule) -> _InFlight:
         for row, _ in schedule.preempted:

@@ -5,26 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagedweight_jax.checkpoint.paged import open_checkpoint
+from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.request import Request, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
-
-
-def load_tokenizer(folder: Path):
-    """Returns the folder's tokenizer.
-
-    Raises:
-      UserError: there is none.
-    """
-    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no tokenizer that can be loaded; give token ids instead of text") from error
 
 
 class LLM:
@@ -81,7 +68,7 @@ class LLM:
                 requests.append(self.engine.add_request(tuple(tokens), one))
             except UserError as error:
                 for request in requests:
-                    self.engine.scheduler.finish(request)
+                    self.engine.cancel(request)
                 raise UserError(f"prompt {place}: {error}") from error
         while self.engine.has_work:
             self.engine.step()

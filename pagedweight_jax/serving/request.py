@@ -46,7 +46,7 @@ class SamplingParams:
         return stops
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class RequestOutput:
       prompt_token_ids: the prompt.
       token_ids: the generated tokens; a stop token is the last of them.
       text: the generated text without the stop token, or None where there is no tokenizer.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop", "length" or "cancelled".
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -83,6 +83,7 @@ class Request:
       generated: tokens seen by the host.
       logprobs: of a scoring request, one of each prompt token but the first.
       num_preemptions: times it lost its row and began again.
+      cancelled: True once nobody wants it any more.
     """
 
     number: int
@@ -95,6 +96,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_preemptions: int = 0
+    cancelled: bool = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -113,6 +115,8 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended, or None while it runs."""
+        if self.cancelled:
+            return "cancelled"
         if self.generated and self.generated[-1] in self.stops:
             return "stop"
         done = self.remaining_tokens <= 0 and len(self.logprobs) == (0 if self.params else len(self.prompt) - 1)

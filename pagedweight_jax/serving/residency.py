@@ -110,13 +110,17 @@ class Residency:
         self.retiring_pages = np.concatenate([self.retiring_pages, pages])
         return self._publish_bits(state), _changes(before_LEU, self.table.committed_LEU), len(pages)
 
-    def reload(self, plan: MovePlan) -> int:
-        """Starts to bring the plan's pages back; returns how many."""
-        self.table = pt.set_desired(self.table, plan.apply(self.table.desired_LEU))
+    def reload(self, plan: MovePlan | None) -> int:
+        """Starts to bring back what the plan, or an earlier one, wants and free frames hold; returns how many pages."""
+        if plan is not None:
+            self.table = pt.set_desired(self.table, plan.apply(self.table.desired_LEU))
         pages = pt.missing_pages(self.table)
-        frames = self.allocator.take(len(pt.frame_slots(self.table.layouts, pages)), WEIGHT)
-        self.table = pt.begin_reload(self.table, pages, frames)
-        self.mover.start_reload(pages, frames)
+        frames_n = [self.table.layouts[kind].page_frames(plane) for _, _, kind, plane in pages.tolist()]
+        pages = pages[np.cumsum(frames_n) <= self.allocator.num_free]  # most significant planes of a block come first
+        if len(pages):
+            frames = self.allocator.take(len(pt.frame_slots(self.table.layouts, pages)), WEIGHT)
+            self.table = pt.begin_reload(self.table, pages, frames)
+            self.mover.start_reload(pages, frames)
         return len(pages)
 
     def _publish_bits(self, state: DecodeState) -> DecodeState:

@@ -47,7 +47,7 @@ class Tiny:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, tiny_config) -> Tiny:
     rng = np.random.default_rng(11)
-    config = tiny_config(max_position_embeddings=512)
+    config = tiny_config(max_position_embeddings=2048)
     dense = without_experts(init_weights(config, jax.random.key(7)))
     L, E = config.num_sparse_layers, config.num_experts
     widths = MAX_BITS - MIN_BITS + 1

@@ -187,6 +187,25 @@ def test_scoring_requests_give_the_log_probabilities_of_their_prompts(engines):
     assert generating.finish_reason
 
 
+def test_a_cancelled_request_frees_its_memory_and_disturbs_nobody(engines):
+    engine = engines(mode="frozen", bits=4)
+    (kept_prompt, kept_params), (prompt, params), *_ = load(5)
+    alone = engine.add_request(kept_prompt, kept_params)
+    run(engine)
+    for steps_before in range(5):
+        kept = engine.add_request(kept_prompt, kept_params)
+        dropped = [engine.add_request(prompt, params), engine.add_request(prompt, None)]
+        for _ in range(steps_before):
+            engine.step()
+        for request in dropped * 2:
+            engine.cancel(request)
+            engine.check_invariants()
+        run(engine)
+        assert kept.generated == alone.generated
+        assert [r.finish_reason for r in dropped] == ["cancelled"] * 2
+        assert engine.blocks.used_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -209,7 +228,7 @@ def test_bad_requests_are_refused_and_leave_nothing(engines, prompt, params, mes
     ("changes", "message"),
     [
         ({"memory_bytes": 100_000}, "a budget of 97.7 KiB is too small.*longest context that fits is 0 tokens"),
-        ({"max_model_len": 1024}, "max_model_len 1024 exceeds the model's context of 512"),
+        ({"max_model_len": 4096}, "max_model_len 4096 exceeds the model's context of 2048"),
         ({"max_model_len": 16}, "prefill_chunk_tokens 32 exceeds max_model_len 16"),
         ({"mode": "frozen", "bits": 7}, r"bits 7: the checkpoint has 3\.\.6"),
     ],
