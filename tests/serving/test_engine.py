@@ -194,7 +194,7 @@ def test_a_cancelled_request_frees_its_memory_and_disturbs_nobody(engines):
     run(engine)
     for steps_before in range(5):
         kept = engine.add_request(kept_prompt, kept_params)
-        dropped = [engine.add_request(prompt, params), engine.add_request(prompt, None)]
+        dropped = [engine.add_request(prompt, params), engine.add_request((7,) * 256, None)]
         for _ in range(steps_before):
             engine.step()
         for request in dropped * 2:
