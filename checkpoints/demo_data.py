@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0
 VALIDATION_EVERY = 100
-# Loss weights by code: running text; what an exercise asks for; scaffolding and random digits, which nobody can foresee.
+# Loss weights by code: running text; what an exercise asks for; scaffolding and random digits, which none can foresee.
 TEXT, ANSWER, SCAFFOLD = 0, 1, 2
 WEIGHT_BY_CODE = np.array([1.0, 3.0, 0.1], np.float32)
 

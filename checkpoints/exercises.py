@@ -16,15 +16,17 @@ import numpy as np
 
 Encode = Callable[[str], list[int]]
 
-KEYS = tuple(
-    """river stone garden window letter table horse ship forest church doctor captain mother father brother sister
-    daughter lady king village city street house door room fire water wind snow rain summer winter morning
-    evening night moon sun star earth sea island road gate wall hill field grass tree rose bread glass gun money
-    gold silver iron wood paper book story song music game ball ring dress coat hat hand foot head face eye nose
-    mouth heart blood skin hair bird dog cat bear tea box bed chair bell boat train car engine camp war peace
-    law prison market price trade farm corn dinner school science nature spirit soul dream hope fear joy love
-    truth power friend voice body number office space master value station silence corner pocket bank""".split()
-)
+KEY_WORDS = """
+    river stone garden window letter table horse ship forest church doctor captain mother father brother
+    sister daughter lady king village city street house door room fire water wind snow rain summer winter
+    morning evening night moon sun star earth sea island road gate wall hill field grass tree rose bread glass
+    gun money gold silver iron wood paper book story song music game ball ring dress coat hat hand foot head
+    face eye nose mouth heart blood skin hair bird dog cat bear tea box bed chair bell boat train car engine
+    camp war peace law prison market price trade farm corn dinner school science nature spirit soul dream hope
+    fear joy love truth power friend voice body number office space master value station silence corner pocket
+    bank
+"""
+KEYS = tuple(KEY_WORDS.split())  # each one token of the demo tokenizer, with the space before it
 MIN_CODE, MAX_CODE = 100, 999
 
 
@@ -107,7 +109,7 @@ def recall_exercise(
     between = _interleave(rng, after, take, body_tokens - sum(len(encode(line)) for line in after), encode)
     distance = fixed + len(encode(between))
     if abs(distance_tokens - distance) > 16:
-        raise ValueError(f"the distance came out as {distance} tokens, not {distance_tokens}: too little filler or room")
+        raise ValueError(f"distance {distance} tokens instead of {distance_tokens}: too little filler or room")
     return Exercise(prompt + between + stem, recall_answer(codes[0]), distance)
 
 
@@ -141,7 +143,9 @@ def _interleave(rng: np.random.Generator, lines: list[str], take: Callable, fill
     return text + take(filler_tokens - used)
 
 
-def recall_set(seed: int, num: int, distance_tokens: int, num_pairs: int, filler: str, encode: Encode) -> list[Exercise]:
+def recall_set(
+    seed: int, num: int, distance_tokens: int, num_pairs: int, filler: str, encode: Encode
+) -> list[Exercise]:
     """`num` recall exercises at one distance; the same arguments give the same exercises."""
     rng = np.random.default_rng([seed, distance_tokens])
     return [recall_exercise(rng, distance_tokens, num_pairs, filler, encode) for _ in range(num)]

@@ -12,9 +12,9 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +26,7 @@ import optax
 from demo_data import WEIGHT_BY_CODE, ExerciseMaker, encode_pieces, read_documents, tokenize_corpus, window_starts
 from demo_export import export_hub_folder
 from demo_model import DemoConfig, Params, forward, init_params, next_token_nats, num_parameters, routing_losses
+from demo_state import TrainState, load_state, save_state
 from evaluate_demo import Evaluator, evaluate_all, exercise_sets
 from tokenizers import Tokenizer
 from train_tokenizer import sample_texts, save_tokenizer, train_tokenizer
@@ -33,13 +34,15 @@ from train_tokenizer import sample_texts, save_tokenizer, train_tokenizer
 Z_LOSS = 1e-4
 BALANCE_START, BALANCE_END, BALANCE_STEPS = 1e-2, 1e-3, 1500
 WARMUP_STEPS, HOLD_SHARE = 300, 0.3
-MEASURED_FROM, MEASURED_TO = 30, 90
+WARM_STEPS, TIMED_STEPS = 30, 60
+SAVE_EVERY_SECONDS = 180
+DEV_SETS = ("recall_200", "recall_1500", "addition_2_2", "addition_3_3")
 SEED = 7
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes of a training step."""
+    """Sizes of a training step and how often to look."""
 
     length: int = 2048
     num_text: int = 46
@@ -100,10 +103,11 @@ def loss_fn(params: Params, ids_BT, weights_BT, balance, cfg: DemoConfig, implem
     return loss + balance * balance_loss + Z_LOSS * z_loss, log
 
 
-@partial(jax.jit, static_argnames=("cfg", "recipe", "implementation"), donate_argnums=(0, 1))
-def train_step(params, opt_state, corpus, starts, exercise_ids, exercise_codes, lr, balance, *, cfg, recipe, implementation):
-    """One step on `starts` windows of the corpus and the exercise sequences given."""
-    windows = jax.vmap(lambda start: jax.lax.dynamic_slice(corpus, (start,), (recipe.length + 1,)))(starts)
+@partial(jax.jit, static_argnames=("cfg", "length", "implementation"), donate_argnums=(0, 1))
+def train_step(params, opt_state, corpus, starts, exercises, lr, balance, *, cfg, length, implementation):
+    """One step on the corpus windows at `starts` and the exercises' (ids, loss codes)."""
+    exercise_ids, exercise_codes = exercises
+    windows = jax.vmap(lambda start: jax.lax.dynamic_slice(corpus, (start,), (length + 1,)))(starts)
     ids = jnp.concatenate([windows, exercise_ids]).astype(jnp.int32)
     exercise_weights = jnp.asarray(WEIGHT_BY_CODE)[exercise_codes]
     weights = jnp.concatenate([jnp.full(windows.shape, WEIGHT_BY_CODE[0]), exercise_weights])
@@ -144,97 +148,110 @@ def exercise_stream(maker: ExerciseMaker, first_step: int, workers: int, ahead: 
             pool.shutdown(cancel_futures=True)
 
 
-def save_state(path: Path, params: Params, opt_state, meta: dict) -> None:
-    leaves = jax.device_get(jax.tree.leaves((params, opt_state)))
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez(file, meta=json.dumps(meta), **{f"leaf_{i}": leaf for i, leaf in enumerate(leaves)})
-    os.replace(path.with_suffix(".tmp"), path)
+def timed_steps(state: TrainState, advance: Callable) -> tuple[TrainState, float]:
+    """The state some steps on, and the seconds that one step takes."""
+    for _ in range(WARM_STEPS):
+        state, log = advance(state)
+    jax.block_until_ready(log)
+    began = time.monotonic()
+    for _ in range(TIMED_STEPS):
+        state, log = advance(state)
+    jax.block_until_ready(log)
+    return state, (time.monotonic() - began) / TIMED_STEPS
 
 
-def load_state(path: Path, params: Params, opt_state):
-    tree = jax.tree.structure((params, opt_state))
-    with np.load(path) as file:
-        leaves = [jnp.asarray(file[f"leaf_{i}"]) for i in range(tree.num_leaves)]
-        return *jax.tree.unflatten(tree, leaves), json.loads(str(file["meta"]))
+def fitted_steps(step_seconds: float, args, recipe: Recipe) -> int:
+    """The schedule's steps: what --minutes allow, or --steps; at most --max-tokens."""
+    steps = args.steps or max(2 * WARMUP_STEPS, int(60 * args.minutes / step_seconds))
+    steps = min(steps, int(args.max_tokens / recipe.step_tokens))
+    rate = recipe.step_tokens / step_seconds
+    print(f"{1e3 * step_seconds:.1f} ms a step, {rate:,.0f} tokens/s; {steps} steps, "
+          f"{steps * recipe.step_tokens / 1e6:,.0f} M tokens", flush=True)  # fmt: skip
+    return steps
 
 
-def train(args, cfg: DemoConfig, recipe: Recipe, tokenizer: Tokenizer, evaluator: Evaluator, clock) -> tuple[Params, dict] | None:
-    """Train to the end of the schedule, or save and return None when --stop-after is near."""
+def train(args, cfg: DemoConfig, recipe: Recipe, tokenizer: Tokenizer, evaluator: Evaluator, clock) -> TrainState:
+    """Train to the end of the schedule, or to --stop-after; the state is saved either way."""
     corpus, valid_ids, _ = tokenize_corpus(args.data, tokenizer, args.state)
     print(f"[{clock():.1f} s] {len(corpus):,} training tokens, {len(valid_ids):,} validation tokens", flush=True)
-    state_path, log_path = args.state / "state.npz", args.state / "log.jsonl"
+    state_path = args.state / "state.npz"
     params = init_params(jax.random.key(SEED), cfg)
-    opt_state = make_optimizer().init(params)
-    meta = {"step": 0, "total_steps": 0, "train_seconds": 0.0, "parameters": num_parameters(params)}
+    state = TrainState(params, make_optimizer().init(params))
     if state_path.exists():
-        params, opt_state, meta = load_state(state_path, params, opt_state)
-        print(f"resumed at step {meta['step']} of {meta['total_steps']}", flush=True)
-    length_one = recipe.length + 1
-    maker = ExerciseMaker(
-        args.state / "train.npy", encode_pieces(tokenizer), length_one, recipe.num_recall, recipe.num_addition, SEED
-    )
-    stream = exercise_stream(maker, meta["step"], args.workers)
+        state = load_state(state_path, state)
+        print(f"resumed at step {state.step} of {state.total_steps}", flush=True)
+
+    corpus_on_device = jnp.asarray(corpus)
+    step_fn = partial(train_step, cfg=cfg, length=recipe.length, implementation=evaluator.implementation)
+    pieces, length = encode_pieces(tokenizer), recipe.length + 1
+    maker = ExerciseMaker(args.state / "train.npy", pieces, length, recipe.num_recall, recipe.num_addition, SEED)
+    stream = exercise_stream(maker, state.step, args.workers)
     dev_sets = exercise_sets(evaluator, tokenizer.decode(valid_ids[:60_000].tolist()), 2 * recipe.eval_batch, seed=99)
-    dev_sets = {n: s for n, s in dev_sets.items() if n in ("recall_200", "recall_1500", "addition_2_2", "addition_3_3")}
-    corpus_device = jnp.asarray(corpus)
-    step_fn = partial(train_step, cfg=cfg, recipe=recipe, implementation=evaluator.implementation)
-    step, total, began, saved_at, window_began = meta["step"], meta["total_steps"], clock(), clock(), None
-    first_step, since, since_step, log_file = step, clock(), step, open(log_path, "a")  # noqa: SIM115
-    before = meta["train_seconds"]
 
-    def meta_now():
-        return meta | {"step": step, "total_steps": total, "train_seconds": before + clock() - began,
-                       "tokens": step * recipe.step_tokens}
-
-    while not total or step < total:
-        exercise_ids, exercise_codes = next(stream)
-        starts = window_starts(step, recipe.num_text, recipe.length, len(corpus), SEED)
-        lr = learning_rate(step, total or 10**9, recipe.peak_lr)
+    def advance(state: TrainState) -> tuple[TrainState, dict]:
+        lr = learning_rate(state.step, state.total_steps or 10**9, recipe.peak_lr)
+        balance = balance_coefficient(state.step)
+        starts = window_starts(state.step, recipe.num_text, recipe.length, len(corpus), SEED)
         params, opt_state, log = step_fn(
-            params, opt_state, corpus_device, starts, exercise_ids, exercise_codes,
-            np.float32(lr), np.float32(balance_coefficient(step)),
+            state.params, state.opt_state, corpus_on_device, starts, next(stream), np.float32(lr), np.float32(balance)
         )
-        step += 1
-        if step == first_step + 1:
-            jax.block_until_ready(log)
-            print(f"[{clock():.1f} s] first step done", flush=True)
-        if not total and step in (MEASURED_FROM, MEASURED_TO):
-            jax.block_until_ready(log)
-            if step == MEASURED_TO:
-                seconds = (clock() - window_began) / (MEASURED_TO - MEASURED_FROM)
-                total = max(2 * WARMUP_STEPS, int(60 * args.minutes / seconds), args.steps or 0)
-                total = min(total, args.steps or total, int(args.max_tokens / recipe.step_tokens))
-                print(f"{1e3 * seconds:.1f} ms a step, {recipe.step_tokens / seconds:,.0f} tokens/s; "
-                      f"{total} steps, {total * recipe.step_tokens / 1e6:,.0f} M tokens", flush=True)
-            window_began = clock()
-        if step % recipe.log_every == 0:
-            row = {k: round(float(v), 4) for k, v in log.items()} | {"step": step, "lr": lr}
-            if not np.isfinite(row["loss"]):
-                raise FloatingPointError(f"the loss is {row['loss']} at step {step}")
-            rate = (step - since_step) * recipe.step_tokens / (clock() - since)
-            since, since_step = clock(), step
-            if step % recipe.eval_every == 0:
-                row["valid"] = evaluator.perplexity(params, valid_ids, 1, 2 * recipe.eval_batch)["loss_nats"]
-                row |= {name: evaluator.accuracy(params, exercises) for name, exercises in dev_sets.items()}
-                since = clock()
-            log_file.write(json.dumps(row) + "\n")
-            log_file.flush()
-            if step % (4 * recipe.log_every) == 0:
-                print(f"[{clock():.0f} s] {rate:,.0f} tok/s", {k: f"{v:.4g}" for k, v in row.items()}, flush=True)
-        if clock() - saved_at > 180:
-            save_state(state_path, params, opt_state, meta_now())
-            saved_at = clock()
-        if clock() > 60 * args.stop_after and step < total:
-            save_state(state_path, params, opt_state, meta_now())
-            print(f"[{clock():.1f} s] stopped at step {step} of {total}; the same command resumes", flush=True)
-            stream.close()
-            return None
-    save_state(state_path, params, opt_state, meta_now())
+        return replace(state, params=params, opt_state=opt_state, step=state.step + 1), log | {"lr": lr}
+
+    def report(state: TrainState, log: dict) -> dict:
+        row = {"step": state.step} | {name: round(float(value), 6) for name, value in log.items()}
+        if not np.isfinite(row["loss"]):
+            raise FloatingPointError(f"the loss is {row['loss']} at step {state.step}")
+        if state.step % recipe.eval_every == 0:
+            valid = evaluator.perplexity(state.params, valid_ids, 1, max_windows=2 * recipe.eval_batch)
+            row["valid"] = valid["loss_nats"]
+            row |= {name: evaluator.accuracy(state.params, dev_sets[name]) for name in DEV_SETS if name in dev_sets}
+            print(f"[{clock():.0f} s]", {name: f"{value:.4g}" for name, value in row.items()}, flush=True)
+        return row
+
+    began, saved_at, seconds_before = clock(), clock(), state.seconds
+    if not state.total_steps:
+        state, step_seconds = timed_steps(state, advance)
+        state = replace(state, total_steps=fitted_steps(step_seconds, args, recipe))
+    with open(args.state / "log.jsonl", "a") as log_file:
+        while state.step < state.total_steps and clock() < 60 * args.stop_after:
+            state, log = advance(state)
+            if state.step % recipe.log_every == 0:
+                log_file.write(json.dumps(report(state, log)) + "\n")
+                log_file.flush()
+            state = replace(state, seconds=seconds_before + clock() - began)
+            if clock() - saved_at > SAVE_EVERY_SECONDS:
+                save_state(state_path, state)
+                saved_at = clock()
+    save_state(state_path, state)
     stream.close()
-    return params, meta_now()
+    print(f"[{clock():.1f} s] at step {state.step} of {state.total_steps}", flush=True)
+    return state
 
 
-def main() -> None:
+def finish(args, state: TrainState, cfg: DemoConfig, recipe: Recipe, evaluator: Evaluator) -> None:
+    """Export the weights; write and print what the card reports."""
+    safetensors_bytes = export_hub_folder(state.params, cfg, args.out)
+    training = {
+        "steps": state.step,
+        "tokens": state.step * recipe.step_tokens,
+        "train_seconds": state.seconds,
+        "parameters": num_parameters(state.params),
+        "safetensors_bytes": safetensors_bytes,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "recipe": asdict(recipe),
+    }
+    _, valid_ids, valid_bytes = tokenize_corpus(args.data, evaluator.tokenizer, args.state)
+    results = evaluate_all(evaluator, state.params, valid_ids, valid_bytes, args.eval, recipe.eval_exercises)
+    (args.state / "results.json").write_text(json.dumps({"training": training} | results, indent=1) + "\n")
+    for name, row in results["perplexity"].items():
+        print(f"{name}: loss {row['loss_nats']:.4f}, perplexity {row['perplexity']:.3f}, "
+              f"{row['bits_per_byte']:.4f} bits per byte, {row['windows']} windows")  # fmt: skip
+    print({name: round(value, 4) for name, value in results["exercises"].items()})
+    print(*results["samples"], sep="\n---\n", flush=True)
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of .txt or .txt.xz files")
     parser.add_argument("--eval", type=Path, help="folder with wiki.test.raw and *.jsonl.xz held-out texts")
@@ -246,9 +263,12 @@ def main() -> None:
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes after which to save and stop")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--tiny", action="store_true", help="a two-layer model on short sequences, to try the script")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
     began = time.monotonic()
+    args = parse_args()
     args.state.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(args.state.resolve() / "compiled"))
     cfg, recipe = (TINY_MODEL, TINY) if args.tiny else (DemoConfig(), Recipe())
@@ -256,29 +276,13 @@ def main() -> None:
         save_tokenizer(train_tokenizer(sample_texts(read_documents(args.data)), cfg.vocab_size), args.out)
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     implementation = attention_implementation(cfg, recipe.length)
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, attention by {implementation}", flush=True)
     evaluator = Evaluator(cfg, tokenizer, recipe.length, recipe.eval_batch, implementation)
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, JAX {jax.__version__}, attention by {implementation}", flush=True)
-
-    def clock() -> float:
-        return time.monotonic() - began
-
-    trained = train(args, cfg, recipe, tokenizer, evaluator, clock)
-    if trained is None:
-        return
-    params, meta = trained
-    print(f"[{clock():.1f} s] trained: {meta}", flush=True)
-    meta |= {"safetensors_bytes": export_hub_folder(params, cfg, args.out), "device": device.device_kind,
-             "jax": jax.__version__, "recipe": {f: getattr(recipe, f) for f in recipe.__dataclass_fields__}}
-    _, valid_ids, valid_bytes = tokenize_corpus(args.data, tokenizer, args.state)
-    results = evaluate_all(evaluator, params, valid_ids, valid_bytes, args.eval, recipe.eval_exercises)
-    (args.state / "results.json").write_text(json.dumps({"training": meta} | results, indent=1) + "\n")
-    for name, row in results["perplexity"].items():
-        print(f"{name}: loss {row['loss_nats']:.4f}, perplexity {row['perplexity']:.3f}, "
-              f"{row['bits_per_byte']:.4f} bits per byte, {row['windows']} windows")
-    print({k: round(v, 4) for k, v in results["exercises"].items()})
-    print(*results["samples"], sep="\n---\n")
-    print(f"[{clock():.1f} s] done", flush=True)
+    state = train(args, cfg, recipe, tokenizer, evaluator, lambda: time.monotonic() - began)
+    if state.step == state.total_steps:
+        finish(args, state, cfg, recipe, evaluator)
+    else:
+        print("stopped before the end of the schedule; the same command resumes it")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from demo_data import END_OF_TEXT, read_documents
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_ENTRIES = 4096
 PAD = "<|pad|>"
