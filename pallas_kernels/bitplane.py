@@ -5,22 +5,24 @@ A linear-block is a matrix of N rows and C columns. Its weights are any-precisio
 code is the b most significant bits, and bit-plane p holds bit p of every code (p = 0 is the most significant). Every
 bitwidth b in ``min_bits .. max_bits`` has its own look-up table (LUT) of 2^b float16 centroids per row.
 
-One plane is cut into tiles of R rows x T words of 32 bits; a tile covers 32 T columns::
+The C/32 words of a row are cut into bands, the descending powers of two that add up to it, none above 64 (44 words are
+bands of 32, 8 and 4; 448 words are seven times 64). A band is cut into tiles of R rows x T words; a tile covers 32 T
+columns::
 
-      column  =  32 T t  +  j T  +  w          tile t, bit j of word w
+      column  =  first column of the tile  +  j T  +  w          bit j of word w
 
                   word 0      word 1           word T-1
-      bit  0   [  0         | 1         | ... | T-1        ]     columns of tile 0, first row
+      bit  0   [  0         | 1         | ... | T-1        ]
       bit  1   [  T         | T+1       | ... | 2T-1       ]
        ...
       bit 31   [  31T       | 31T+1     | ... | 32T-1      ]
 
 so bit j of all T words of a row is one run of T columns: a kernel unpacks a row with 32 shifts and no reshape.
-Tiles are stored row group by row group, ``[N/R][C/32T][R][T]``. Tile sizes are powers of two, hence a tile never
-crosses a frame and one table entry finds it.
+A plane is its bands one after another, widest first; a band is stored row group by row group, ``[N/R][tiles][R][T]``.
+Tile sizes are powers of two that only shrink, hence a tile never crosses a frame and one table entry finds it.
 
-gate_up holds F gate rows and F up rows. They are stored interleaved: a tile of R rows is R/2 gate rows followed by the
-R/2 up rows of the same numbers, so that one program computes ``act(gate) * up`` from neighbouring memory.
+gate_up holds F gate rows and F up rows, stored in turn: stored row 2f is gate row f, stored row 2f + 1 is up row f, so
+that any run of stored rows holds all that ``act(gate) * up`` needs.
 
 Page p of a block is plane p followed by the LUT that it completes (bitwidth p + 1, if that is at least ``min_bits``),
 padded to whole frames::
@@ -57,7 +59,7 @@ class BlockLayout:
     Attributes:
       rows: N, output rows.
       columns: C, input columns, a multiple of 32.
-      interleaved: True for gate_up, whose rows are stored as R/2 gate rows, then the R/2 up rows beside them.
+      interleaved: True for gate_up, whose gate and up rows are stored in turn.
       min_bits, max_bits: the supported bitwidths.
       frame_words: uint32 words of an arena frame, a power of two.
     """
@@ -82,25 +84,24 @@ class BlockLayout:
 
     @cached_property
     def tile_rows(self) -> int:
-        """R: rows of a tile; gate_up tiles hold R/2 gate and R/2 up rows."""
-        if self.interleaved:
-            return 2 * _power_of_two_divisor(self.rows // 2, TILE_ROWS)
+        """R: rows of a tile."""
         return _power_of_two_divisor(self.rows, TILE_ROWS)
 
     @cached_property
-    def tile_words(self) -> int:
-        """T: words of a tile's row."""
-        return _power_of_two_divisor(self.columns // 32, MAX_TILE_WORDS)
+    def bands(self) -> tuple[tuple[int, int], ...]:
+        """(T, tiles) of each band, widest first; the products add up to C/32."""
+        words, bands, tile_words = self.columns // 32, [], MAX_TILE_WORDS
+        while words:
+            if words >= tile_words:
+                bands.append((tile_words, words // tile_words))
+                words %= tile_words
+            tile_words //= 2
+        return tuple(bands)
 
-    @cached_property
-    def tiles_shape(self) -> tuple[int, int, int, int]:
-        """Shape of a plane's words as stored: row groups, column tiles, rows of a tile, words of a tile."""
-        return (
-            self.rows // self.tile_rows,
-            self.columns // (32 * self.tile_words),
-            self.tile_rows,
-            self.tile_words,
-        )
+    @property
+    def tile_words(self) -> int:
+        """T of the widest band."""
+        return self.bands[0][0]
 
     @property
     def plane_words(self) -> int:
@@ -151,8 +152,7 @@ class BlockLayout:
         """Source row of each stored row, int64[N]."""
         if not self.interleaved:
             return np.arange(self.rows)
-        half = self.tile_rows // 2
-        return np.arange(self.rows).reshape(2, -1, half).transpose(1, 0, 2).reshape(-1)
+        return np.arange(self.rows).reshape(2, -1).T.reshape(-1)
 
 
 def pack_page(codes_ENC: np.ndarray, lut_ENK: np.ndarray | None, page: int, layout: BlockLayout) -> np.ndarray:
@@ -165,13 +165,17 @@ def pack_page(codes_ENC: np.ndarray, lut_ENK: np.ndarray | None, page: int, layo
       layout: the block's layout.
     """
     num_blocks = codes_ENC.shape[0]
-    groups, tiles, tile_rows, tile_words = layout.tiles_shape
     bits_ENC = (codes_ENC[:, layout.stored_rows] >> (layout.max_bits - 1 - page)) & 1
-    bits = bits_ENC.reshape(num_blocks, groups, tile_rows, tiles, 32, tile_words).transpose(0, 1, 3, 2, 5, 4)
-    octets = np.packbits(bits, axis=-1, bitorder="little")  # [E, groups, tiles, R, T, 4]
-    plane = np.ascontiguousarray(octets).view("<u4").reshape(num_blocks, -1)
+    plane, column = [], 0
+    for tile_words, tiles in layout.bands:
+        end = column + 32 * tile_words * tiles
+        shape = (num_blocks, -1, layout.tile_rows, tiles, 32, tile_words)
+        bits = bits_ENC[:, :, column:end].reshape(shape).transpose(0, 1, 3, 2, 5, 4)
+        octets = np.packbits(bits, axis=-1, bitorder="little")  # [E, N/R, tiles, R, T, 4]
+        plane.append(np.ascontiguousarray(octets).view("<u4").reshape(num_blocks, -1))
+        column = end
     frames = np.zeros((num_blocks, layout.page_frames(page) * layout.frame_words), np.uint32)
-    frames[:, : layout.plane_words] = plane
+    frames[:, : layout.plane_words] = np.concatenate(plane, axis=1)
     if layout.has_lut(page):
         lut = np.ascontiguousarray(lut_ENK[:, layout.stored_rows].astype("<f2", copy=False)).view("<u4")
         start = layout.lut_offset_words(page)
@@ -182,8 +186,7 @@ def pack_page(codes_ENC: np.ndarray, lut_ENK: np.ndarray | None, page: int, layo
 def _source_order(x_NC: jax.Array, layout: BlockLayout) -> jax.Array:
     if not layout.interleaved:
         return x_NC
-    half = layout.tile_rows // 2
-    return x_NC.reshape(-1, 2, half, x_NC.shape[-1]).swapaxes(0, 1).reshape(x_NC.shape)
+    return x_NC.reshape(-1, 2, x_NC.shape[-1]).swapaxes(0, 1).reshape(x_NC.shape)
 
 
 def unpack_codes(planes: list[jax.Array], layout: BlockLayout) -> jax.Array:
@@ -194,11 +197,16 @@ def unpack_codes(planes: list[jax.Array], layout: BlockLayout) -> jax.Array:
       layout: the block's layout.
     """
     shift_J1 = jnp.arange(32, dtype=jnp.uint32)[:, None]
-    codes = jnp.zeros((), jnp.uint32)
-    for plane in planes:
-        words = plane.reshape(layout.tiles_shape)[..., None, :]
-        codes = (codes << 1) | ((words >> shift_J1) & 1)  # [groups, tiles, R, 32, T]
-    return codes.transpose(0, 2, 1, 3, 4).reshape(layout.rows, layout.columns)
+    bands, word = [], 0
+    for tile_words, tiles in layout.bands:
+        end = word + layout.rows * tiles * tile_words
+        codes = jnp.zeros((), jnp.uint32)
+        for plane in planes:
+            words = plane[word:end].reshape(-1, tiles, layout.tile_rows, 1, tile_words)
+            codes = (codes << 1) | ((words >> shift_J1) & 1)  # [N/R, tiles, R, 32, T]
+        bands.append(codes.transpose(0, 2, 1, 3, 4).reshape(layout.rows, -1))
+        word = end
+    return jnp.concatenate(bands, axis=1)
 
 
 def unpack_lut(words: jax.Array, bits: int, layout: BlockLayout) -> jax.Array:

@@ -40,21 +40,31 @@ def expected_weights(codes_ENC, luts, layout, bits):
 
 
 def stored_row(n, layout):
-    """Where source row n is stored: gate_up tiles hold R/2 gate rows, then the R/2 up rows of the same numbers."""
+    """Where source row n is stored: gate and up rows in turn."""
     if not layout.interleaved:
         return n
-    half = layout.tile_rows // 2
     is_up, number = divmod(n, layout.rows // 2)
-    return number // half * layout.tile_rows + is_up * half + number % half
+    return 2 * number + is_up
+
+
+def tile_widths(layout):
+    """T of each tile of a row: the binary digits of C/32, high to low, with 64 as the highest."""
+    words = layout.columns // 32
+    return [64] * (words // 64) + [T for T in (32, 16, 8, 4, 2, 1) if words % 64 & T]
 
 
 def word_and_bit(n, c, layout):
-    """Word of the plane and bit in it of weight (n, c): column = 32 T t + j T + w, tiles [N/R][C/32T][R][T]."""
-    R, T = layout.tile_rows, layout.tile_words
-    t, in_tile = divmod(c, 32 * T)
-    j, w = divmod(in_tile, T)
+    """Word of the plane and bit in it of weight (n, c): bands of equal T one after another, each [N/R][tiles][R][T]."""
+    R, widths = layout.tile_rows, tile_widths(layout)
+    t = 0
+    while c >= 32 * widths[t]:
+        c, t = c - 32 * widths[t], t + 1
+    T = widths[t]
+    j, w = divmod(c, T)
     group, r = divmod(stored_row(n, layout), R)
-    return ((group * (layout.columns // (32 * T)) + t) * R + r) * T + w, j
+    band = widths.index(T)
+    band_start = layout.rows * sum(widths[:band])
+    return band_start + ((group * widths.count(T) + t - band) * R + r) * T + w, j
 
 
 # The shapes of Qwen1.5-MoE (2816 x 2048, 2048 x 1408), Gemma (704 wide), and small and odd ones.
@@ -65,6 +75,7 @@ SHAPES = [
     (1408, 96, True),
     (512, 320, True),
     (320, 256, False),
+    (4, 2208, False),
     (48, 160, True),
     (6, 32, True),
     (5, 96, False),
@@ -148,10 +159,14 @@ def test_a_wrong_bit_is_seen():
 @pytest.mark.parametrize("frames", [1, 4])
 def test_tiles_and_lut_rows_stay_inside_a_frame(rows, columns, interleaved, frames):
     layout = make_layout(rows, columns, interleaved, (3, 8), frames)
-    groups, tiles, R, T = layout.tiles_shape
-    assert (groups * R, tiles * 32 * T) == (rows, columns)
-    first_word = np.arange(groups * tiles) * R * T
-    np.testing.assert_array_equal(first_word // layout.frame_words, (first_word + R * T - 1) // layout.frame_words)
+    R, first_word = layout.tile_rows, 0
+    assert layout.rows % R == 0
+    assert sum(T * tiles for T, tiles in layout.bands) == layout.columns // 32
+    for T, tiles in layout.bands:
+        starts = first_word + np.arange(layout.rows // R * tiles) * R * T
+        np.testing.assert_array_equal(starts // layout.frame_words, (starts + R * T - 1) // layout.frame_words)
+        first_word += layout.rows * tiles * T
+    assert first_word == layout.plane_words
     for page in range(2, 8):
         row_words = 2 ** (page + 1) // 2
         first_word = layout.lut_offset_words(page) + np.arange(rows) * row_words

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the order of words in a bit-plane by measurement: candidate layouts under the same kernels.
+
+    python benchmarks/layout.py [--seconds 150] [--only SUBSTRING] [--out benchmarks/results/layout.jsonl]
+
+A candidate says how wide tiles are, how many rows they have, and how gate and up rows are ordered; every candidate runs
+under ``linear_block``, in several program sizes, on pages strewn over an arena of more than 4 GiB. Each kernel is first
+held to the definition (``bitplane.dequantize_pages``, float32) with a different bitwidth per expert, then timed: eight
+calls unrolled in a loop inside one jit, the experts of each call drawn so that a round through them is larger than the
+L2 cache, median of 21 repetitions. Two ceilings are timed the same way: a kernel that only stores zeros, and one that
+only reads the planes. Without a GPU the kernels are interpreted on tiny shapes: a check of this script, not a timing.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pallas_kernels._triton import CompilerParams
+from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
+from pallas_kernels.moe_ffn.pallas_triton import Config, linear_block, load_words
+from pallas_kernels.moe_ffn.reference import read_block
+
+UNROLL = 8
+REPETITIONS = 21
+ARENA_BYTES = (4 << 30) + (256 << 20)
+
+
+@dataclass(frozen=True)
+class Candidate(BlockLayout):
+    """A layout that can differ from ``BlockLayout``.
+
+    Attributes:
+      max_rows, max_words: bounds of R and T.
+      equal: tiles of one width, the largest power of two that divides C/32, instead of bands.
+      order: gate and up rows in ``turns``; R/2 gate rows then R/2 up rows in a tile (``halves``); all gate rows, then
+        all up rows (``apart``: the product of the two is left to XLA).
+    """
+
+    max_rows: int = 16
+    max_words: int = 64
+    equal: bool = False
+    order: str = "turns"
+
+    @cached_property
+    def tile_rows(self):
+        return min(self.rows & -self.rows, self.max_rows)
+
+    @cached_property
+    def bands(self):
+        words = self.columns // 32
+        if self.equal:
+            width = min(words & -words, self.max_words)
+            return ((width, words // width),)
+        widths = [self.max_words >> i for i in range(self.max_words.bit_length())]
+        counts = [words // widths[0]] + [words % widths[0] // width % 2 for width in widths[1:]]
+        return tuple((width, count) for width, count in zip(widths, counts, strict=True) if count)
+
+    @cached_property
+    def stored_rows(self):
+        source = np.arange(self.rows)
+        if not self.interleaved or self.order == "apart":
+            return source
+        run = 1 if self.order == "turns" else self.tile_rows // 2
+        return source.reshape(2, -1, run).swapaxes(0, 1).reshape(-1)
+
+
+VARIANTS = {
+    "bands 64, R 16": {},
+    "equal tiles, R 16": {"equal": True},
+    "equal tiles, R 64": {"equal": True, "max_rows": 64},
+    "bands 32": {"max_words": 32},
+    "bands 16": {"max_words": 16},
+    "R 8": {"max_rows": 8},
+    "R 32": {"max_rows": 32},
+    "halves": {"order": "halves"},
+    "apart": {"order": "apart"},
+    "other frame": {"frame_words": None},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to time: ``what`` is a block, or one of the ceilings "empty" and "planes"."""
+
+    spec: MoESpec
+    kind: int
+    variant: str
+    layout: Candidate
+    config: Config
+    tokens: int = 1
+    what: str = "block"
+
+    @property
+    def name(self) -> str:
+        block = ("gate_up", "down")[self.kind]
+        program = f"{self.config.rows}x{self.config.num_warps}"
+        return f"{self.spec.name} {block} {self.variant} {self.what} {program} T{self.tokens}"
+
+    @property
+    def columns_out(self) -> int:
+        return self.layout.rows // 2 if self.layout.interleaved and self.layout.order != "apart" else self.layout.rows
+
+
+def programs(variant: str, layout: Candidate) -> list[Config]:
+    """Returns the program sizes to try, R of the layout being the most rows."""
+    if layout.max_rows > 16:
+        sizes = [(64, 4), (32, 4), (32, 2)] if layout.equal else [(32, 4), (32, 8)]
+    else:
+        sizes = [(8, 2), (8, 4), (16, 4), (16, 8)]
+    if layout.order == "halves":
+        sizes = [size for size in sizes if size[0] == layout.tile_rows]
+    return [Config(rows=rows, num_warps=warps) for rows, warps in sizes if rows <= layout.tile_rows]
+
+
+def cases(specs: list[MoESpec]) -> list[Case]:
+    """Returns every case, the most telling first."""
+    found = []
+    for variant, changes in VARIANTS.items():
+        for spec in specs:
+            for kind, base in enumerate(spec.layouts):
+                fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(BlockLayout)} | changes
+                if fields["frame_words"] is None:
+                    fields["frame_words"] = base.frame_words // 2 if base.frame_words > 2048 else 2 * base.frame_words
+                layout = Candidate(**fields)
+                reference = Candidate(**{f.name: getattr(base, f.name) for f in dataclasses.fields(BlockLayout)})
+                if ("order" in changes and kind) or ("equal" in changes and layout.bands == reference.bands):
+                    continue  # the same as another variant
+                found += [Case(spec, kind, variant, layout, config) for config in programs(variant, layout)]
+                if not changes:
+                    for what in ("empty", "planes"):
+                        found += [Case(spec, kind, variant, layout, Config(rows=16), what=what)]
+                    found += [Case(spec, kind, variant, layout, Config(rows=rows), tokens=8) for rows in (8, 16)]
+    return found
+
+
+def kernel(case: Case, interpret: bool):
+    """Returns f(arena, frames, bits_EU, ids_P, x) -> [P, rows]."""
+    layout, num_rows = case.layout, min(case.config.rows, case.layout.tile_rows)
+
+    def gate(gate_R, up_R):
+        return jax.nn.silu(gate_R) * up_R
+
+    def finish(y_R):
+        if not layout.interleaved or layout.order == "apart":
+            return y_R
+        pairs = y_R.reshape(-1, 2) if layout.order == "turns" else y_R.reshape(2, -1).T
+        return gate(*(half.reshape(-1) for half in jnp.split(pairs, 2, axis=1)))
+
+    def block(arena, frames, bits_EU, ids_P, x):
+        out = jax.ShapeDtypeStruct((len(ids_P), case.columns_out), jnp.float32)
+        y = linear_block(
+            arena, layout, frames, bits_EU, case.kind, ids_P, x, out, case.config, finish, interpret=interpret
+        )
+        return gate(*jnp.split(y, 2, axis=1)) if layout.interleaved and layout.order == "apart" else y
+
+    def ceiling(arena_ref, frames_ref, bits_ref, ids_ref, out_ref):
+        program, pair = pl.program_id(0), pl.program_id(1)
+        y_R = jnp.zeros(num_rows, jnp.uint32)
+        if case.what == "planes":
+            e = ids_ref[pair]
+            bits = bits_ref[e, case.kind]
+            for band, (width, tiles) in enumerate(layout.bands):
+
+                def tile(t, acc_RT, band=band):
+                    words = load_words(
+                        layout, num_rows, arena_ref, frames_ref, e, bits, program * num_rows, band, t, layout.max_bits
+                    )
+                    for word_RT in words:
+                        acc_RT ^= word_RT
+                    return acc_RT
+
+                acc_RT = lax.fori_loop(0, tiles, tile, jnp.zeros((num_rows, width), jnp.uint32))
+                y_R += jnp.sum(acc_RT.astype(jnp.int32), axis=1).astype(jnp.uint32)
+        out_ref[pair, pl.ds(program * num_rows, num_rows)] = y_R
+
+    def run_ceiling(arena, frames, bits_EU, ids_P, x):
+        return pl.pallas_call(
+            ceiling,
+            grid=(layout.rows // num_rows, len(ids_P)),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            out_shape=jax.ShapeDtypeStruct((len(ids_P), layout.rows), jnp.uint32),
+            compiler_params=CompilerParams(num_warps=case.config.num_warps, num_stages=1),
+            interpret=interpret,
+            name=case.what,
+        )(arena, frames, bits_EU, ids_P)
+
+    return block if case.what == "block" else run_ceiling
+
+
+def loop(call, calls: int):
+    """Returns a jitted f(arena, frames, bits, ids_SP, x) of ``calls`` dependent calls; returns the last output."""
+
+    def run(arena, frames, bits_EU, ids_SP, x):
+        def body(i, carry):
+            zero, out = carry
+            for j in range(min(UNROLL, calls)):
+                out = call(arena, frames, bits_EU, ids_SP[(i * UNROLL + j) % len(ids_SP)] + zero, x)
+                zero = (out[0, 0] != out[0, 0]).astype(jnp.int32)  # the next call waits for this one
+            return zero, out
+
+        shape = jax.eval_shape(call, arena, frames, bits_EU, ids_SP[0], x)
+        return lax.fori_loop(0, -(-calls // UNROLL), body, (jnp.int32(0), jnp.zeros(shape.shape, shape.dtype)))[1]
+
+    return jax.jit(run)
+
+
+@partial(jax.jit, static_argnums=0)
+def random_arena(shape: tuple[int, int]) -> jax.Array:
+    key = jax.random.key(0, impl="rbg" if shape[0] > 1 << 16 else "threefry2x32")
+    return jax.random.bits(key, shape, jnp.uint32)
+
+
+@partial(jax.jit, donate_argnums=0)
+def make_finite(arena: jax.Array, frames: jax.Array) -> jax.Array:
+    """Clears the top exponent bit of every float16 in ``frames``, so that LUTs hold numbers below 2."""
+    return arena.at[frames].set(arena[frames] & jnp.uint32(0xBFFFBFFF))
+
+
+def lut_frames(layout: BlockLayout, frames: np.ndarray) -> np.ndarray:
+    first = [
+        range(layout.page_starts[p] + layout.lut_offset_words(p) // layout.frame_words, layout.page_starts[p + 1])
+        for p in range(layout.max_bits)
+        if layout.has_lut(p)
+    ]
+    return frames[:, np.concatenate([np.array(r) for r in first])].reshape(-1)
+
+
+def definition(case: Case, arena, frames, bits_EU, ids_P, x) -> jax.Array:
+    """What the kernel must return, from dequantized float32 weights."""
+    plain = dataclasses.replace(case.layout, interleaved=False)  # stored row order
+    stored = jnp.argsort(jnp.asarray(case.layout.stored_rows))
+
+    def one(pair):
+        w_NC = read_block(arena, frames[ids_P[pair]], bits_EU[ids_P[pair], case.kind], plain)
+        return jnp.dot(w_NC, x[pair * x.shape[0] // len(ids_P)], precision=lax.Precision.HIGHEST)[stored]
+
+    y_PN = lax.map(one, jnp.arange(len(ids_P)))
+    if not case.layout.interleaved:
+        return y_PN
+    gate_PF, up_PF = jnp.split(y_PN, 2, axis=1)
+    return jax.nn.silu(gate_PF) * up_PF
+
+
+def make_inputs(case: Case, arenas: dict):
+    """Returns (arena, frames, ids_SP, x) on the device; the arena's LUTs hold finite numbers from here on."""
+    layout, spec, rng = case.layout, case.spec, np.random.default_rng(1)
+    num_frames = arenas[layout.frame_words].shape[0]
+    frames = rng.permutation(num_frames)[: spec.num_experts * layout.block_frames].reshape(spec.num_experts, -1)
+    arenas[layout.frame_words] = make_finite(arenas[layout.frame_words], lut_frames(layout, frames))
+    pairs = case.tokens * spec.top_k
+    rounds = max(4, spec.num_experts // pairs)
+    picks = [rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(rounds * case.tokens)]
+    if case.tokens == 1:  # one round meets every expert
+        deck = np.resize(rng.permutation(spec.num_experts), rounds * pairs)
+        picks = list(deck.reshape(-1, spec.top_k))
+    ids_SP = np.stack(picks).reshape(rounds, pairs).astype(np.int32)
+    x = rng.standard_normal((case.tokens if case.kind == 0 else pairs, layout.columns)).astype(np.float32)
+    return arenas[layout.frame_words], jnp.asarray(frames.astype(np.int32)), jnp.asarray(ids_SP), jnp.asarray(x)
+
+
+def abstract_inputs(case: Case, num_frames: int):
+    shape = jax.ShapeDtypeStruct
+    pairs = case.tokens * case.spec.top_k
+    rounds = max(4, case.spec.num_experts // pairs)
+    return (
+        shape((num_frames, case.layout.frame_words), jnp.uint32),
+        shape((case.spec.num_experts, case.layout.block_frames), jnp.int32),
+        shape((case.spec.num_experts, 2), jnp.int32),
+        shape((rounds, pairs), jnp.int32),
+        shape((case.tokens if case.kind == 0 else pairs, case.layout.columns), jnp.float32),
+    )
+
+
+def relative_error(out, reference) -> float:
+    out, reference = np.asarray(out, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
+
+
+def median_us(run, args, calls: int, repetitions: int) -> float:
+    for _ in range(2):
+        run(*args).block_until_ready()
+    seconds = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        run(*args).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / calls * 1e6
+
+
+def measure(case: Case, run, define, arenas: dict, calls: int, repetitions: int) -> list[dict]:
+    """Returns one record per bitwidth, after the check against the definition."""
+    arena, frames, ids_SP, x = make_inputs(case, arenas)
+    bits_EU = jnp.asarray(np.random.default_rng(2).integers(2, 9, (case.spec.num_experts, 2)), jnp.int32)
+    error = None
+    if case.what == "block":
+        out = run(arena, frames, bits_EU, ids_SP, x)
+        error = relative_error(out, define(arena, frames, bits_EU, ids_SP[(calls - 1) % len(ids_SP)], x))
+        if not error < 1e-5:
+            raise AssertionError(f"relative error {error}")
+    baseline = case.variant == next(iter(VARIANTS)) and case.config == Config(rows=8)
+    records = []
+    for bits in range(2, 9) if baseline and case.tokens == 1 else (4, 8):
+        us = median_us(run, (arena, frames, jnp.full_like(bits_EU, bits), ids_SP, x), calls, repetitions)
+        plane_bytes = len(ids_SP[0]) * bits * case.layout.plane_words * 4
+        records.append({"bits": bits, "us": round(us, 2), "gb_s": round(plane_bytes / us / 1e3, 1), "error": error})
+        if case.what == "empty":
+            break
+    return records
+
+
+def tiny(spec: MoESpec) -> MoESpec:
+    """The same kinds of bands in few words: C/32 of 11, 6 and 4."""
+    width = {"qwen1.5-moe": 11, "mixtral-8x7b": 4, "gemma-4-26b": 6}[spec.name]
+    sizes = {"hidden_size": 128, "expert_width": 32 * width, "num_experts": 4, "top_k": 2, "frame_words": 512}
+    return dataclasses.replace(spec, **sizes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=150, help="stop after this long")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "layout.jsonl")
+    parser.add_argument("--commit", default=None, help="what to record where git is not at hand")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    commit = (
+        options.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
+    about = {"commit": commit, "jax": jax.__version__, "device": device.device_kind, "python": sys.version.split()[0]}
+    print(about, flush=True)
+
+    specs = list(SPECS.values()) if on_gpu else [tiny(spec) for spec in SPECS.values()]
+    todo = [case for case in cases(specs) if options.only in case.name]
+    calls, repetitions = (12 * UNROLL, REPETITIONS) if on_gpu else (1, 1)
+    arena_bytes = ARENA_BYTES if on_gpu else 4 << 20
+    arenas = {w: random_arena((arena_bytes // (4 * w), w)) for w in {case.layout.frame_words for case in todo}}
+
+    def compile_case(case: Case):
+        args = abstract_inputs(case, arenas[case.layout.frame_words].shape[0])
+        return loop(kernel(case, interpret=not on_gpu), calls).lower(*args).compile()
+
+    def compile_definition(case: Case):
+        arena, frames, bits, ids, x = abstract_inputs(case, arenas[case.layout.frame_words].shape[0])
+        ids = jax.ShapeDtypeStruct(ids.shape[1:], ids.dtype)
+        return jax.jit(partial(definition, case)).lower(arena, frames, bits, ids, x).compile()
+
+    records, compiled, definitions = [], {}, {}
+    with ThreadPoolExecutor(14 if on_gpu else 1) as pool, options.out.open("a") as file:
+        for case in todo:
+            compiled[case] = pool.submit(compile_case, case)
+            if (case.layout, case.tokens) not in definitions:
+                definitions[case.layout, case.tokens] = pool.submit(compile_definition, case)
+        for case in todo:
+            if time.perf_counter() - start > options.seconds:
+                print("out of time before", case.name)
+                break
+            try:
+                run = compiled[case].result(timeout=60)
+                define = definitions[case.layout, case.tokens].result(timeout=60)
+                found = measure(case, run, define, arenas, calls, repetitions)
+            except Exception as error:  # one bad candidate must not lose the rest
+                print("FAILED", case.name, repr(error)[:300], flush=True)
+                continue
+            for record in found:
+                record = {
+                    "model": case.spec.name,
+                    "block": ("gate_up", "down")[case.kind],
+                    "variant": case.variant,
+                    "what": case.what,
+                    "tokens": case.tokens,
+                    "frame_bytes": case.layout.frame_words * 4,
+                    "rows": case.config.rows,
+                    "num_warps": case.config.num_warps,
+                    **record,
+                    **about,
+                }
+                file.write(json.dumps(record) + "\n")
+                records.append(record)
+            shown = " ".join(f"{r['bits']}b {r['us']:.1f}us" for r in found)
+            print(f"{time.perf_counter() - start:6.1f}s {case.name}: {shown} error {found[0]['error']}", flush=True)
+        pool.shutdown(cancel_futures=True)
+    print_table(records)
+    return 0
+
+
+def print_table(records: list[dict]) -> None:
+    """Prints, per block and variant, the best program size at 4 and at 8 bits."""
+    best: dict[tuple, dict[int, dict]] = {}
+    for r in records:
+        at = best.setdefault((r["model"], r["block"], r["tokens"], r["variant"], r["what"]), {})
+        if r["bits"] not in at or r["us"] < at[r["bits"]]["us"]:
+            at[r["bits"]] = r
+    print(f"{'block':24}{'tokens':>7}  {'variant':20}{'what':8}" + "".join(f"{f'us, {b} bits':>22}" for b in (4, 8)))
+    for (model, block, tokens, variant, what), at in sorted(best.items()):
+        row = f"{model + ' ' + block:24}{tokens:>7}  {variant:20}{what:8}"
+        for bits in (4, 8):
+            r = at.get(bits)
+            row += f"{r['us']:>14.1f} ({r['rows']:>2}x{r['num_warps']})" if r else " " * 22
+        print(row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

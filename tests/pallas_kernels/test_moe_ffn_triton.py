@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton MoE kernels: interpreted against the definition, lowered for CUDA at real sizes, compiled by -m gpu."""
+
+import contextlib
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.moe_ffn import reference
+from pallas_kernels.moe_ffn.api import WeightPages
+from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec, abstract_args
+from pallas_kernels.moe_ffn.pallas_triton import moe_ffn
+
+POISON = 0xFFFFFFFF  # as codes all ones, as float16 NaN
+E = 7  # one expert per bitwidth 2..8
+MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
+# C/32 of 5 and 3 words: two bands each; LUT rows of a program span many of the small frames.
+TINY = MoESpec(name="tiny", hidden_size=160, expert_width=96, num_experts=E, top_k=2, frame_words=512)
+
+
+def relative_error(out, ref):
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    return np.linalg.norm(out - ref) / np.linalg.norm(ref)
+
+
+def random_pages(spec, bits_EU, seed=0):
+    """Returns (arena, pages): random planes and LUTs in frames in random order, poison wherever nothing is resident."""
+    rng = np.random.default_rng(seed)
+    num_frames = E * sum(layout.block_frames for layout in spec.layouts) + 5
+    arena = np.full((num_frames, spec.frame_words), POISON, np.uint32)
+    free, tables = rng.permutation(num_frames).astype(np.int32), []
+    for kind, layout in enumerate(spec.layouts):
+        count = E * layout.block_frames
+        frames_EF, free = free[:count].reshape(E, -1), free[count:]
+        for e in range(E):
+            for page in range(bits_EU[e, kind]):
+                frames = frames_EF[e, layout.page_starts[page] : layout.page_starts[page + 1]]
+                words = np.full(frames.size * spec.frame_words, POISON, np.uint32)
+                words[: layout.plane_words] = rng.integers(0, 2**32, layout.plane_words, dtype=np.uint32)
+                if layout.has_lut(page):
+                    start, count = layout.lut_offset_words(page), layout.lut_words(page)
+                    words[start : start + count] = rng.standard_normal(2 * count).astype(np.float16).view(np.uint32)
+                arena[frames] = words.reshape(frames.size, -1)
+        tables.append(jnp.asarray(frames_EF))
+    pages = WeightPages(
+        bits_EU=jnp.asarray(bits_EU, jnp.int32),
+        gate_up_frames_EF=tables[0],
+        down_frames_EF=tables[1],
+        gate_up=spec.layouts[0],
+        down=spec.layouts[1],
+    )
+    return jnp.asarray(arena), pages
+
+
+def random_tokens(spec, num_tokens, seed=0):
+    """Returns (m_TD, ids_TK, weights_TK); every expert is selected, and the id E, which selects nothing, as well."""
+    rng = np.random.default_rng(seed)
+    ids = np.resize(rng.permutation(E + 1), num_tokens * spec.top_k).reshape(num_tokens, spec.top_k)
+    m_TD = rng.standard_normal((num_tokens, spec.hidden_size)) * spec.hidden_size**-0.5
+    weights_TK = rng.random(ids.shape)
+    return jnp.asarray(m_TD, jnp.float32), jnp.asarray(ids, jnp.int32), jnp.asarray(weights_TK, jnp.float32)
+
+
+@partial(jax.jit, static_argnames=("activation", "interpret"))
+def run(arena, pages, m_TD, ids_TK, weights_TK, activation="silu", interpret=True):
+    return moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation, interpret=interpret)
+
+
+define = jax.jit(reference.moe_ffn, static_argnames="activation")
+
+
+def mixed_bits(shift):
+    """Expert e at 2 + e bits in gate_up; in down the same bitwidths, shifted."""
+    gate_up = np.arange(E)
+    return np.stack([gate_up, (gate_up + shift) % E], axis=1) + 2
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_every_mix_of_bitwidths_equals_the_definition(interpret):
+    tokens = random_tokens(TINY, 4)
+    for shift in range(E):  # all 49 pairs of bitwidths
+        arena, pages = random_pages(TINY, mixed_bits(shift), seed=shift)
+        y = run(arena, pages, *tokens, interpret=interpret)
+        assert relative_error(y, define(arena, pages, *tokens, activation="silu")) < 1e-5
+        frames = pages.gate_up_frames_EF
+        wrong = dataclasses.replace(pages, gate_up_frames_EF=frames.at[0].set(frames[1]))  # negative control
+        assert not relative_error(y, define(arena, wrong, *tokens, activation="silu")) < 1e-2
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(
+    ("min_bits", "max_bits", "frame_words", "activation"),
+    [(2, 4, 128, "gelu_pytorch_tanh"), (5, 8, 256, "silu"), (3, 8, 128, "silu")],
+)
+def test_every_range_of_bits_and_size_of_frame(min_bits, max_bits, frame_words, activation, interpret):
+    spec = dataclasses.replace(TINY, min_bits=min_bits, max_bits=max_bits, frame_words=frame_words)
+    arena, pages = random_pages(spec, np.random.default_rng(3).integers(min_bits, max_bits + 1, (E, 2)))
+    tokens = random_tokens(spec, 4)
+    y = run(arena, pages, *tokens, activation=activation, interpret=interpret)
+    assert relative_error(y, define(arena, pages, *tokens, activation=activation)) < 1e-5
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_a_row_depends_on_no_other_row(interpret):
+    arena, pages = random_pages(TINY, mixed_bits(1))
+    m_TD, ids_TK, weights_TK = random_tokens(TINY, 4)
+    together = np.asarray(run(arena, pages, m_TD, ids_TK, weights_TK, interpret=interpret))
+    for row in range(4):
+        other = np.arange(4)[:, None] != row
+        m, ids = jnp.where(other, jnp.nan, m_TD), jnp.where(other, E, ids_TK)
+        alone = np.asarray(run(arena, pages, m, ids, weights_TK, interpret=interpret))
+        np.testing.assert_array_equal(alone[row], together[row])
+        assert not np.delete(alone, row, axis=0).any(), "rows that select nothing are zero, whatever they hold"
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_bfloat16_inputs(interpret):
+    arena, pages = random_pages(TINY, mixed_bits(2))
+    m_TD, ids_TK, weights_TK = random_tokens(TINY, 4)
+    y = run(arena, pages, m_TD.astype(jnp.bfloat16), ids_TK, weights_TK, interpret=interpret)
+    assert relative_error(y, define(arena, pages, m_TD, ids_TK, weights_TK, activation="silu")) < 1e-2
+
+
+def cuda_device():
+    """JAX 0.11 asks the mesh for the GPU that it lowers to; 0.10 assumes one."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8])
+@pytest.mark.parametrize("name", SPECS)
+def test_real_sizes_lower_to_triton(name, num_tokens):
+    spec = SPECS[name]
+    args = abstract_args(spec, num_tokens, num_frames=600_000)
+    with cuda_device():
+        lowered = jax.jit(partial(moe_ffn, activation=spec.activation)).trace(*args).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count('name = "gate_up"') == 1
+    assert text.count('name = "down"') == 1
+    assert lowered.out_info.shape == (num_tokens, spec.hidden_size)
