@@ -120,8 +120,10 @@ class Case:
 
 def programs(variant: str, layout: Candidate) -> list[Config]:
     """Returns the program sizes to try, R of the layout being the most rows."""
-    if layout.max_rows > 16:
-        sizes = [(64, 4), (32, 4), (32, 2)] if layout.equal else [(32, 4), (32, 8)]
+    if layout.equal:  # tiles of a few words keep fewer warps busy
+        sizes = [(64, 4), (64, 2), (32, 2)] if layout.max_rows > 16 else [(16, 4), (16, 2), (16, 1)]
+    elif layout.max_rows > 16:
+        sizes = [(32, 4), (32, 8)]
     else:
         sizes = [(8, 2), (8, 4), (16, 4), (16, 8)]
     if layout.order == "halves":
