@@ -12,13 +12,13 @@ One ``step`` is one safe boundary and the calls that follow it::
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.paging.arena import FREE, KV, RETIRED, WEIGHT
@@ -55,14 +55,22 @@ class _InFlight:
 class Engine:
     """Serves requests from one checkpoint within one memory budget.
 
+    Args and errors: see ``loading.load``.
+
     Attributes:
       ledger: what the device holds.
       events: one record per boundary, oldest first.
     """
 
-    def __init__(self, checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | None = None):
+    def __init__(
+        self,
+        checkpoint: PagedCheckpoint,
+        config: ServeConfig,
+        device: jax.Device | None = None,
+        progress: Progress = lambda stage, done, total: None,
+    ):
         device = device or jax.devices()[0]
-        loaded = load(checkpoint, config, device)
+        loaded = load(checkpoint, config, device, progress)
         self.config = config
         self.model = checkpoint.manifest.config
         self.ledger = loaded.ledger
@@ -188,6 +196,10 @@ class Engine:
         )
         self._boundary += 1
         return finished
+
+    def freeze(self) -> None:
+        """Ends page movement: from the next boundary on bits change by ``lower_to`` alone."""
+        self.config = replace(self.config, mode="frozen")
 
     def lower_to(self, bits: int) -> None:
         """Lowers every block that runs at more than ``bits`` bits to it, at this boundary: uniform widths by hand.

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pagedweight_jax.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryEvent:
@@ -59,6 +61,28 @@ class BoundaryEvent:
     pages_cancelled: int
     pages_offloaded: int
     moved_bytes: int
+
+
+def read_events(path: Path) -> list[BoundaryEvent]:
+    """Returns the events that ``write_events`` wrote.
+
+    Raises:
+      UserError: no such file, or one that holds something else.
+    """
+
+    def event(line: str) -> BoundaryEvent:
+        fields = json.loads(line)
+        fields["blocks_by_bits"] = {int(bits): count for bits, count in fields["blocks_by_bits"].items()}
+        for name in ("admitted", "preempted", "finished"):
+            fields[name] = tuple(fields[name])
+        for name in ("lowered", "raised"):
+            fields[name] = tuple(tuple(change) for change in fields[name])
+        return BoundaryEvent(**fields)
+
+    try:
+        return [event(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not an event log ({type(error).__name__})") from error
 
 
 def write_events(path: Path, events: Iterable[BoundaryEvent]) -> None:

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pagedweight_jax.checkpoint.paged import open_checkpoint
+from pagedweight_jax.checkpoint.paged import Progress, open_checkpoint
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
@@ -24,14 +24,20 @@ class LLM:
     Args:
       path: a paged checkpoint (``pagedweight convert``).
       config: budget, rows, context, planner.
+      progress: called with the stages "compile" and "load".
 
     Raises:
       UserError: no checkpoint there, a damaged one, or a budget that is too small.
     """
 
-    def __init__(self, path: str | Path, config: ServeConfig):
+    def __init__(
+        self,
+        path: str | Path,
+        config: ServeConfig,
+        progress: Progress = lambda stage, done, total: None,
+    ):
         self.path = Path(path)
-        self.engine = Engine(open_checkpoint(self.path), config)
+        self.engine = Engine(open_checkpoint(self.path), config, progress=progress)
         self._tokenizer = None
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagedweight_jax.checkpoint.dense import abstract_dense
 from pagedweight_jax.checkpoint.manifest import PagedManifest
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress
 from pagedweight_jax.config import KINDS, ModelConfig, ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import Weights
@@ -62,11 +62,16 @@ class Loaded:
     update_frames: int
 
 
-def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | None = None) -> Loaded:
+def load(
+    checkpoint: PagedCheckpoint,
+    config: ServeConfig,
+    device: jax.Device | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Loaded:
     """Returns the checkpoint's model on ``device``, laid out within ``config.memory_bytes``.
 
     Nothing is allocated before it is known to fit; the programs are compiled for abstract arrays first, and their
-    temporaries are part of what must fit.
+    temporaries are part of what must fit. ``progress`` sees the stages "compile" and "load".
 
     Raises:
       UserError: the budget is too small, an option does not suit the model, or the checkpoint is damaged.
@@ -77,7 +82,7 @@ def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | 
     layouts = checkpoint.manifest.layouts()
     shapes = _shapes(checkpoint.manifest, config, device)
     geometry = shapes.geometry
-    ledger, programs = _fit(shapes, config)
+    ledger, programs = _fit(shapes, config, progress)
 
     calibration = Calibration(
         sensitivity_LEUQ=checkpoint.sensitivity,
@@ -89,7 +94,8 @@ def load(checkpoint: PagedCheckpoint, config: ServeConfig, device: jax.Device | 
     num_frames = ledger.arena_bytes // geometry.frame_bytes
     allocator = FrameAllocator(num_frames)
     table = initial_table(layouts, model.num_sparse_layers, model.num_experts, bits_LEU, allocator)
-    arena_AW, pool = _load_pages(checkpoint, table, make_arena(num_frames, geometry.kv.frame_words, device), device)
+    arena_AW = make_arena(num_frames, geometry.kv.frame_words, device)
+    arena_AW, pool = _load_pages(checkpoint, table, arena_AW, device, progress)
     state = init_state(geometry, arena_AW, jax.tree.map(jnp.array, page_map(table)))
     return Loaded(
         weights=weights,
@@ -189,7 +195,7 @@ def _abstract_state(model: ModelConfig, geometry: Geometry, num_frames: int) -> 
     return jax.eval_shape(make)
 
 
-def _fit(shapes: _Shapes, config: ServeConfig) -> tuple[Ledger, Programs]:
+def _fit(shapes: _Shapes, config: ServeConfig, progress: Progress) -> tuple[Ledger, Programs]:
     """Compiles for the arena that an estimate of the temporaries leaves; again if it was too low or wastes memory.
 
     A budget is refused for what the programs really take, never for the estimate.
@@ -206,7 +212,7 @@ def _fit(shapes: _Shapes, config: ServeConfig) -> tuple[Ledger, Programs]:
 
     def compiled(ledger: Ledger) -> Programs:
         state = _abstract_state(shapes.model, geometry, ledger.arena_bytes // geometry.frame_bytes)
-        return compile_programs(shapes.weights, state, config, BATCH_PAGES, shapes.update_frames)
+        return compile_programs(shapes.weights, state, config, BATCH_PAGES, shapes.update_frames, progress)
 
     try:
         ledger = plan(_estimate_temporary_bytes(shapes.model, geometry, config))
@@ -264,13 +270,15 @@ def _start_bits(
 
 
 def _load_pages(
-    checkpoint: PagedCheckpoint, table: PageTable, arena_AW: jax.Array, device: jax.Device
+    checkpoint: PagedCheckpoint, table: PageTable, arena_AW: jax.Array, device: jax.Device, progress: Progress
 ) -> tuple[jax.Array, HostPool]:
     """Fills the host pool leaf by leaf, and the arena with the pages that start on the device."""
 
     def leaves():
         nonlocal arena_AW
-        for layer in range(table.state_LEUP.shape[0]):
+        num_layers = table.state_LEUP.shape[0]
+        for layer in range(num_layers):
+            progress("load", layer, num_layers)
             for kind, layout in enumerate(table.layouts):
                 for page in range(layout.max_bits):
                     leaf = checkpoint.load_pages(layer, kind, page)
@@ -279,6 +287,7 @@ def _load_pages(
                     frames_EF = np.where(frames_EF < 0, arena_AW.shape[0], frames_EF)
                     arena_AW = steps.land_pages(arena_AW, jax.device_put(leaf, device), frames_EF)
                     yield layer, kind, page, leaf
+        progress("load", num_layers, num_layers)
 
     pool = fill_host_pool(leaves(), table.layouts, device)
     return arena_AW, pool

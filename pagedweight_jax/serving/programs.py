@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pagedweight_jax.checkpoint.paged import Progress
 from pagedweight_jax.config import KINDS, ServeConfig
 from pagedweight_jax.models.weights import Weights
 from pagedweight_jax.serving import steps
@@ -45,7 +46,12 @@ class Programs:
 
 
 def compile_programs(
-    weights: Weights, state: DecodeState, config: ServeConfig, batch_pages: int, update_frames: int
+    weights: Weights,
+    state: DecodeState,
+    config: ServeConfig,
+    batch_pages: int,
+    update_frames: int,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Programs:
     """Returns the programs for weights and state of these shapes.
 
@@ -54,10 +60,28 @@ def compile_programs(
       config: chunk size and steps per call.
       batch_pages: pages that land together.
       update_frames: entries of a frame-list update of one kind (see ``page_map_update``).
+      progress: called with the stage "compile".
     """
     geometry = state.geometry
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     chunk = jax.ShapeDtypeStruct((config.prefill_chunk_tokens,), jnp.int32)
+    update = jax.ShapeDtypeStruct((4, update_frames), jnp.int32)
+    sampling = (
+        jax.ShapeDtypeStruct((), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.uint32),
+        jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32),
+    )
+    lowered = {
+        "prefill": lambda: steps.prefill_step.lower(weights, state, scalar, chunk, scalar, scalar),
+        "score": lambda: steps.score_step.lower(weights, state, scalar, chunk, chunk, scalar),
+        "decode": lambda: steps.decode_loop.lower(weights, state, config.steps_per_call),
+        "assign_row": lambda: steps.assign_row.lower(state, scalar, *sampling),
+        "publish": lambda: steps.publish_frames.lower(state.page_map, update, update),
+    }
+    compiled = {}
+    for name, lower in lowered.items():
+        progress("compile", len(compiled), len(lowered) + 1)
+        compiled[name] = lower().compile()
 
     def land(kind: int, page: int):
         layout = (geometry.gate_up, geometry.down)[kind]
@@ -65,22 +89,8 @@ def compile_programs(
         frames = jax.ShapeDtypeStruct((batch_pages, layout.page_frames(page)), jnp.int32)
         return steps.land_pages.lower(state.arena_AW, [one] * batch_pages, frames).compile()
 
-    update = jax.ShapeDtypeStruct((4, update_frames), jnp.int32)
-    return Programs(
-        prefill=steps.prefill_step.lower(weights, state, scalar, chunk, scalar, scalar).compile(),
-        score=steps.score_step.lower(weights, state, scalar, chunk, chunk, scalar).compile(),
-        decode=steps.decode_loop.lower(weights, state, config.steps_per_call).compile(),
-        assign_row=steps.assign_row.lower(
-            state,
-            scalar,
-            jax.ShapeDtypeStruct((), jnp.float32),
-            jax.ShapeDtypeStruct((), jnp.uint32),
-            jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32),
-        ).compile(),
-        publish=steps.publish_frames.lower(state.page_map, update, update).compile(),
-        land={
-            (kind, page): land(kind, page)
-            for kind in range(len(KINDS))
-            for page in range(geometry.gate_up.min_bits, geometry.gate_up.max_bits)
-        },
-    )
+    progress("compile", len(compiled), len(lowered) + 1)
+    pages = range(geometry.gate_up.min_bits, geometry.gate_up.max_bits)
+    landing = {(kind, page): land(kind, page) for kind in range(len(KINDS)) for page in pages}
+    progress("compile", len(lowered) + 1, len(lowered) + 1)
+    return Programs(**compiled, land=landing)
