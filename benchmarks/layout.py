@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,13 +32,13 @@ from jax.experimental import pallas as pl
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pallas_kernels._triton import CompilerParams
-from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.bitplane import BlockLayout, dequantize_pages
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
 from pallas_kernels.moe_ffn.pallas_triton import Config, linear_block, load_words
-from pallas_kernels.moe_ffn.reference import read_block
 
 UNROLL = 8
 REPETITIONS = 21
+CHECK_BITS = (3, 8)
 ARENA_BYTES = (4 << 30) + (256 << 20)
 
 
@@ -82,17 +82,18 @@ class Candidate(BlockLayout):
 
 
 VARIANTS = {
-    "bands 64, R 16": {},
-    "equal tiles, R 16": {"equal": True},
-    "equal tiles, R 64": {"equal": True, "max_rows": 64},
-    "bands 32": {"max_words": 32},
-    "bands 16": {"max_words": 16},
-    "R 8": {"max_rows": 8},
-    "R 32": {"max_rows": 32},
-    "halves": {"order": "halves"},
-    "apart": {"order": "apart"},
-    "other frame": {"frame_words": None},
+    "bands 64, R 16": ({}, [(8, 2), (8, 4), (16, 4)]),
+    "equal tiles, R 16": ({"equal": True}, [(16, 1), (16, 2)]),
+    "equal tiles, R 64": ({"equal": True, "max_rows": 64}, [(32, 2), (64, 4)]),
+    "bands 32": ({"max_words": 32}, [(8, 4), (16, 4)]),
+    "bands 16": ({"max_words": 16}, [(8, 4), (16, 4)]),
+    "apart": ({"order": "apart"}, [(8, 4), (16, 4)]),
+    "halves": ({"order": "halves"}, [(16, 4)]),
+    "R 8": ({"max_rows": 8}, [(8, 4)]),
+    "R 32": ({"max_rows": 32}, [(32, 8)]),
+    "other frame": ({"frame_words": None}, [(8, 4)]),
 }
+"""What differs from ``BlockLayout``, and the program sizes to try: (rows, warps)."""
 
 
 @dataclass(frozen=True)
@@ -118,37 +119,30 @@ class Case:
         return self.layout.rows // 2 if self.layout.interleaved and self.layout.order != "apart" else self.layout.rows
 
 
-def programs(variant: str, layout: Candidate) -> list[Config]:
-    """Returns the program sizes to try, R of the layout being the most rows."""
-    if layout.equal:  # tiles of a few words keep fewer warps busy
-        sizes = [(64, 4), (64, 2), (32, 2)] if layout.max_rows > 16 else [(16, 4), (16, 2), (16, 1)]
-    elif layout.max_rows > 16:
-        sizes = [(32, 4), (32, 8)]
-    else:
-        sizes = [(8, 2), (8, 4), (16, 4), (16, 8)]
-    if layout.order == "halves":
-        sizes = [size for size in sizes if size[0] == layout.tile_rows]
-    return [Config(rows=rows, num_warps=warps) for rows, warps in sizes if rows <= layout.tile_rows]
-
-
 def cases(specs: list[MoESpec]) -> list[Case]:
     """Returns every case, the most telling first."""
     found = []
-    for variant, changes in VARIANTS.items():
+    for variant, (changes, sizes) in VARIANTS.items():
         for spec in specs:
             for kind, base in enumerate(spec.layouts):
-                fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(BlockLayout)} | changes
-                if fields["frame_words"] is None:
-                    fields["frame_words"] = base.frame_words // 2 if base.frame_words > 2048 else 2 * base.frame_words
+                fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(BlockLayout)}
                 layout = Candidate(**fields)
-                reference = Candidate(**{f.name: getattr(base, f.name) for f in dataclasses.fields(BlockLayout)})
-                if ("order" in changes and kind) or ("equal" in changes and layout.bands == reference.bands):
+                if ("order" in changes and kind) or ("equal" in changes and len(layout.bands) == 1):
                     continue  # the same as another variant
-                found += [Case(spec, kind, variant, layout, config) for config in programs(variant, layout)]
+                if "frame_words" in changes:
+                    other = base.frame_words // 2 if base.frame_words > 2048 else 2 * base.frame_words
+                    layout = Candidate(**fields | {"frame_words": other})
+                elif changes:
+                    layout = Candidate(**fields | changes)
+                found += [
+                    Case(spec, kind, variant, layout, Config(rows=rows, num_warps=num_warps))
+                    for rows, num_warps in sizes
+                    if rows <= layout.tile_rows
+                ]
                 if not changes:
-                    for what in ("empty", "planes"):
-                        found += [Case(spec, kind, variant, layout, Config(rows=16), what=what)]
-                    found += [Case(spec, kind, variant, layout, Config(rows=rows), tokens=8) for rows in (8, 16)]
+                    config = Config(rows=8, num_warps=4)
+                    found.append(Case(spec, kind, variant, layout, config, tokens=8))
+                    found += [Case(spec, kind, variant, layout, config, what=what) for what in ("empty", "planes")]
     return found
 
 
@@ -210,6 +204,8 @@ def kernel(case: Case, interpret: bool):
 def loop(call, calls: int):
     """Returns a jitted f(arena, frames, bits, ids_SP, x) of ``calls`` dependent calls; returns the last output."""
 
+    call = jax.jit(call)  # traced once, not once a call
+
     def run(arena, frames, bits_EU, ids_SP, x):
         def body(i, carry):
             zero, out = carry
@@ -245,20 +241,29 @@ def lut_frames(layout: BlockLayout, frames: np.ndarray) -> np.ndarray:
     return frames[:, np.concatenate([np.array(r) for r in first])].reshape(-1)
 
 
-def definition(case: Case, arena, frames, bits_EU, ids_P, x) -> jax.Array:
-    """What the kernel must return, from dequantized float32 weights."""
+def definition(case: Case, num_frames: int):
+    """Returns f(arena, frames, bits_EU, ids_P, x): what the kernel must return, from dequantized float32 weights."""
     plain = dataclasses.replace(case.layout, interleaved=False)  # stored row order
-    stored = jnp.argsort(jnp.asarray(case.layout.stored_rows))
+    starts, source_order = plain.page_starts, np.argsort(case.layout.stored_rows)
 
-    def one(pair):
-        w_NC = read_block(arena, frames[ids_P[pair]], bits_EU[ids_P[pair], case.kind], plain)
-        return jnp.dot(w_NC, x[pair * x.shape[0] // len(ids_P)], precision=lax.Precision.HIGHEST)[stored]
+    def product(bits, arena, frames_F, x_C):
+        pages = [arena[frames_F[starts[p] : starts[p + 1]]] for p in range(bits)]
+        return jnp.sum(dequantize_pages(pages, plain) * x_C, axis=1)[source_order]
 
-    y_PN = lax.map(one, jnp.arange(len(ids_P)))
-    if not case.layout.interleaved:
-        return y_PN
-    gate_PF, up_PF = jnp.split(y_PN, 2, axis=1)
-    return jax.nn.silu(gate_PF) * up_PF
+    arena, frames, _, _, x = abstract_inputs(case, num_frames)
+    row = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in (frames, x)]
+    products = {bits: jax.jit(partial(product, bits)).lower(arena, *row).compile() for bits in CHECK_BITS}
+
+    def define(arena, frames, bits_EU, ids_P, x):
+        bits, pairs_per_row = np.asarray(bits_EU)[:, case.kind], len(ids_P) // len(x)
+        pairs = enumerate(np.asarray(ids_P))
+        y_PN = np.stack([products[int(bits[e])](arena, frames[e], x[p // pairs_per_row]) for p, e in pairs])
+        if not case.layout.interleaved:
+            return y_PN
+        gate_PF, up_PF = np.split(y_PN, 2, axis=1)
+        return jax.nn.silu(gate_PF) * up_PF
+
+    return define
 
 
 def make_inputs(case: Case, arenas: dict):
@@ -310,21 +315,22 @@ def median_us(run, args, calls: int, repetitions: int) -> float:
 def measure(case: Case, run, define, arenas: dict, calls: int, repetitions: int) -> list[dict]:
     """Returns one record per bitwidth, after the check against the definition."""
     arena, frames, ids_SP, x = make_inputs(case, arenas)
-    bits_EU = jnp.asarray(np.random.default_rng(2).integers(2, 9, (case.spec.num_experts, 2)), jnp.int32)
+    shape_EU = (case.spec.num_experts, 2)
     error = None
     if case.what == "block":
+        bits_EU = jnp.asarray(np.random.default_rng(2).choice(CHECK_BITS, shape_EU), jnp.int32)
         out = run(arena, frames, bits_EU, ids_SP, x)
         error = relative_error(out, define(arena, frames, bits_EU, ids_SP[(calls - 1) % len(ids_SP)], x))
         if not error < 1e-5:
             raise AssertionError(f"relative error {error}")
-    baseline = case.variant == next(iter(VARIANTS)) and case.config == Config(rows=8)
+    every_bits = case.variant == next(iter(VARIANTS)) and case.config == Config(rows=8, num_warps=4)
+    some_bits = range(2, 9) if every_bits and case.tokens == 1 else (4, 8)
     records = []
-    for bits in range(2, 9) if baseline and case.tokens == 1 else (4, 8):
-        us = median_us(run, (arena, frames, jnp.full_like(bits_EU, bits), ids_SP, x), calls, repetitions)
-        plane_bytes = len(ids_SP[0]) * bits * case.layout.plane_words * 4
+    for bits in some_bits if case.what != "empty" else (4,):
+        args = arena, frames, jnp.full(shape_EU, bits, jnp.int32), ids_SP, x
+        us = median_us(run, args, calls, repetitions)
+        plane_bytes = ids_SP.shape[1] * bits * case.layout.plane_words * 4
         records.append({"bits": bits, "us": round(us, 2), "gb_s": round(plane_bytes / us / 1e3, 1), "error": error})
-        if case.what == "empty":
-            break
     return records
 
 
@@ -356,7 +362,7 @@ def main() -> int:
 
     specs = list(SPECS.values()) if on_gpu else [tiny(spec) for spec in SPECS.values()]
     todo = [case for case in cases(specs) if options.only in case.name]
-    calls, repetitions = (12 * UNROLL, REPETITIONS) if on_gpu else (1, 1)
+    calls, repetitions = (6 * UNROLL, REPETITIONS) if on_gpu else (1, 1)
     arena_bytes = ARENA_BYTES if on_gpu else 4 << 20
     arenas = {w: random_arena((arena_bytes // (4 * w), w)) for w in {case.layout.frame_words for case in todo}}
 
@@ -364,25 +370,28 @@ def main() -> int:
         args = abstract_inputs(case, arenas[case.layout.frame_words].shape[0])
         return loop(kernel(case, interpret=not on_gpu), calls).lower(*args).compile()
 
-    def compile_definition(case: Case):
-        arena, frames, bits, ids, x = abstract_inputs(case, arenas[case.layout.frame_words].shape[0])
-        ids = jax.ShapeDtypeStruct(ids.shape[1:], ids.dtype)
-        return jax.jit(partial(definition, case)).lower(arena, frames, bits, ids, x).compile()
-
-    records, compiled, definitions = [], {}, {}
-    with ThreadPoolExecutor(14 if on_gpu else 1) as pool, options.out.open("a") as file:
+    compiled, definitions = {}, {}
+    with ThreadPoolExecutor(14 if on_gpu else 2) as pool:
         for case in todo:
             compiled[case] = pool.submit(compile_case, case)
             if (case.layout, case.tokens) not in definitions:
-                definitions[case.layout, case.tokens] = pool.submit(compile_definition, case)
-        for case in todo:
+                num_frames = arenas[case.layout.frame_words].shape[0]
+                definitions[case.layout, case.tokens] = pool.submit(definition, case, num_frames)
+        wait([*compiled.values(), *definitions.values()], timeout=0.6 * options.seconds)
+        pool.shutdown(cancel_futures=True)  # nothing may compile beside a timing
+    missed = {case for case in todo if compiled[case].cancelled() or definitions[case.layout, case.tokens].cancelled()}
+    ready = [case for case in todo if case not in missed]
+    print(f"{time.perf_counter() - start:6.1f}s compiled {len(ready)} of {len(todo)} cases", flush=True)
+
+    records = []
+    with options.out.open("a") as file:
+        for case in ready:
             if time.perf_counter() - start > options.seconds:
-                print("out of time before", case.name)
-                break
+                print("out of time for", case.name)
+                continue
             try:
-                run = compiled[case].result(timeout=60)
-                define = definitions[case.layout, case.tokens].result(timeout=60)
-                found = measure(case, run, define, arenas, calls, repetitions)
+                define = definitions[case.layout, case.tokens].result()
+                found = measure(case, compiled[case].result(), define, arenas, calls, repetitions)
             except Exception as error:  # one bad candidate must not lose the rest
                 print("FAILED", case.name, repr(error)[:300], flush=True)
                 continue
@@ -403,7 +412,6 @@ def main() -> int:
                 records.append(record)
             shown = " ".join(f"{r['bits']}b {r['us']:.1f}us" for r in found)
             print(f"{time.perf_counter() - start:6.1f}s {case.name}: {shown} error {found[0]['error']}", flush=True)
-        pool.shutdown(cancel_futures=True)
     print_table(records)
     return 0
 
