@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from pagedweight_jax.paging.table import PageTable
 
 
+NO_STEP_BYTES = np.iinfo(np.int64).max
+"""More than any step's size: stands for the smallest step of a checkpoint of one bitwidth, which has none."""
+
+
 def plan_step(
     table: "PageTable", observation: Observation, calibration: Calibration, queue: PlanQueue, config: PlannerConfig
 ) -> tuple[PlanQueue, MovePlan | None]:
@@ -76,7 +80,7 @@ def plan_reload(
     """
     bits_LEU, bytes_UQ = table.desired_LEU, table.bytes_UQ
     available_bytes = reload_bytes_from_kv_headroom(observation.kv, config)
-    if not config.page_movement or available_bytes < released_bytes(bytes_UQ).min():
+    if not config.page_movement or available_bytes < released_bytes(bytes_UQ).min(initial=NO_STEP_BYTES):
         return None
     damage_LEUR = predicted_damage(prior_damage(calibration, bytes_UQ, config.global_sensitivity))
     settled_LEU = observation.boundary - queue.lowered_at_LEU > config.hysteresis_boundaries
@@ -197,6 +201,10 @@ class Actions:
     cost_LEUR: np.ndarray
     size_UR: np.ndarray
 
+    @property
+    def smallest_bytes(self) -> int:
+        return int(self.size_UR.min(initial=NO_STEP_BYTES))
+
 
 def prior_damage(calibration: Calibration, bytes_UQ: np.ndarray, global_sensitivity: bool) -> np.ndarray:
     """Returns each reduction's damage as known offline, float64 [L, E, U, R]: g of eq. 4, or its uniform rival."""
@@ -247,14 +255,14 @@ def above_floors(actions: Actions, floor_LEU: np.ndarray, max_bits: int) -> Acti
 
 def greedy_select(actions: Actions, target_bytes: int) -> np.ndarray:
     """Returns how many bits each block loses, uint8 [L, E, U]: the cheapest steps that release the target, or all."""
-    most_steps = -(-target_bytes // int(actions.size_UR.min()))
+    most_steps = -(-target_bytes // actions.smallest_bytes)
     order, cumulative_bytes = _greedy_order(actions, most_steps)
     return _steps_per_block(actions, order[: np.searchsorted(cumulative_bytes, target_bytes) + 1])
 
 
 def greedy_fill(actions: Actions, available_bytes: int) -> np.ndarray:
     """Returns how many bits each block gains, uint8 [L, E, U]: the best steps up to the first that does not fit."""
-    most_steps = available_bytes // int(actions.size_UR.min())
+    most_steps = available_bytes // actions.smallest_bytes
     order, cumulative_bytes = _greedy_order(actions, most_steps)
     return _steps_per_block(actions, order[: np.searchsorted(cumulative_bytes, available_bytes, side="right")])
 
