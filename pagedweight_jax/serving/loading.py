@@ -78,7 +78,7 @@ def load(
     """
     device = device or jax.devices()[0]
     model = checkpoint.manifest.config
-    _check(model, config)
+    _check(checkpoint.manifest, config)
     layouts = checkpoint.manifest.layouts()
     shapes = _shapes(checkpoint.manifest, config, device)
     geometry = shapes.geometry
@@ -122,7 +122,11 @@ def budget_bytes(
       kv_tokens: tokens of KV cache over all rows. The temporaries of the programs are estimated from above, so a little
         more may fit.
       device: JAX's first one if None.
+
+    Raises:
+      UserError: an option of ``config`` does not suit the model.
     """
+    _check(manifest, config)
     shapes = _shapes(manifest, config, device or jax.devices()[0])
     kv_blocks = -(-kv_tokens // shapes.geometry.kv.block_tokens)
     entries = shapes.fixed_entries(_estimate_temporary_bytes(shapes.model, shapes.geometry, config))
@@ -168,7 +172,10 @@ def _shapes(manifest: PagedManifest, config: ServeConfig, device: jax.Device) ->
     )
 
 
-def _check(model: ModelConfig, config: ServeConfig) -> None:
+def _check(manifest: PagedManifest, config: ServeConfig) -> None:
+    model = manifest.config
+    if config.bits is not None and not manifest.min_bits <= config.bits <= manifest.max_bits:
+        raise UserError(f"bits {config.bits}: the checkpoint has {manifest.min_bits}..{manifest.max_bits}")
     if config.max_model_len > model.max_position_embeddings:
         raise UserError(
             f"max_model_len {config.max_model_len} exceeds the model's context of "
@@ -257,8 +264,6 @@ def _start_bits(
     weight_bytes = ledger.arena_bytes - kv_blocks * geometry.block_bytes
     if config.bits is None:
         return initial_bits(calibration, bytes_UQ, weight_bytes, config.planner.global_sensitivity)
-    if not calibration.min_bits <= config.bits <= calibration.max_bits:
-        raise UserError(f"bits {config.bits}: the checkpoint has {calibration.min_bits}..{calibration.max_bits}")
     bits_LEU = np.full(calibration.sensitivity_LEUQ.shape[:3], config.bits)
     needed_bytes = bits_LEU[..., 0].size * int(bytes_UQ[:, config.bits - calibration.min_bits].sum())
     if needed_bytes > weight_bytes:
