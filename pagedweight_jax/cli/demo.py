@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo, and the figure that it draws."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pagedweight_jax.cli.common import parse_size, print_json, progress_bars
+
+
+def add_verbs(verbs) -> None:
+    """Adds ``demo`` and ``plot`` to the sub-parsers ``verbs``."""
+    verb = verbs.add_parser("demo", help="see weights give way to the KV cache and come back")
+    verb.set_defaults(run=demo)
+    verb.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"), help="Hugging Face folder to convert")
+    verb.add_argument("--out", type=Path, default=Path("demo"), help="folder of the results (default demo)")
+    verb.add_argument("--memory", type=parse_size, help="budget (default: what the top width and one context take)")
+    verb.add_argument("--quick", action="store_true", help="a much smaller load and less text")
+    verb.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
+
+    verb = verbs.add_parser("plot", help="draw the timeline of an event log")
+    verb.set_defaults(run=plot)
+    verb.add_argument("events", metavar="EVENTS", type=Path, help="events.jsonl of a run")
+    verb.add_argument("-o", "--out", type=Path, required=True, help="the figure; its suffix says which kind")
+    verb.add_argument("--title", default="", help="a line above it")
+
+
+def demo(args: argparse.Namespace) -> int:
+    from pagedweight_jax.demo.run import FULL, QUICK, run_demo
+
+    screen = Console(stderr=True)
+    summary = run_demo(
+        args.model,
+        args.out,
+        memory_bytes=args.memory,
+        size=QUICK if args.quick else FULL,
+        bars=progress_bars,
+        screen=screen,
+        stdout=Console(quiet=args.json),
+    )
+    if args.json:
+        print_json(summary)
+    for problem in summary["problems"]:
+        print(f"pagedweight: {args.out / 'events.jsonl'}: {problem}", file=sys.stderr)
+    return 1 if summary["problems"] else 0
+
+
+def plot(args: argparse.Namespace) -> int:
+    from pagedweight_jax.demo.timeline import draw_timeline
+    from pagedweight_jax.serving.events import read_events
+
+    draw_timeline(read_events(args.events), args.out, args.title)
+    return 0

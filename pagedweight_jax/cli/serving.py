@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs that run a paged checkpoint: generate text, measure perplexity."""
+
+import argparse
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from pagedweight_jax.cli.common import format_size, parse_size, print_json, progress_bars
+
+MAX_MODEL_LEN = 2048
+MAX_ROWS = 8
+CHUNK_TOKENS = 128
+
+
+def add_verbs(verbs) -> None:
+    """Adds ``generate`` and ``evaluate`` to the sub-parsers ``verbs``."""
+    verb = verbs.add_parser("generate", help="continue prompts")
+    verb.set_defaults(run=generate)
+    verb.add_argument("--prompt", action="append", required=True, help="text to continue; give it again for more texts")
+    verb.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default 64)")
+    verb.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
+    verb.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    _add_common(verb)
+
+    verb = verbs.add_parser("evaluate", help="measure perplexity on a text")
+    verb.set_defaults(run=evaluate)
+    verb.add_argument("--text", type=Path, required=True, help="UTF-8 text, tokenized as one")
+    verb.add_argument(
+        "--mode", choices=("frozen", "dynamic"), default="frozen", help="fixed bits, or as the planner serves it"
+    )
+    verb.add_argument("--bits", type=int, help="one bitwidth for all experts (frozen; default: what --memory gives)")
+    verb.add_argument("--window", type=int, default=MAX_MODEL_LEN, help=f"tokens of a window (default {MAX_MODEL_LEN})")
+    verb.add_argument("--limit", type=int, help="score this many windows at most")
+    verb.add_argument("--rows", type=int, help=f"windows scored together (default 1 frozen, {MAX_ROWS} dynamic)")
+    _add_common(verb)
+
+
+def _add_common(verb) -> None:
+    verb.add_argument("checkpoint", metavar="PATH", type=Path, help="a paged checkpoint")
+    verb.add_argument("--memory", type=parse_size, help="budget (default: enough for the top width and all contexts)")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def generate(args: argparse.Namespace) -> int:
+    from pagedweight_jax.checkpoint.paged import open_checkpoint
+    from pagedweight_jax.config import ServeConfig
+    from pagedweight_jax.serving.llm import LLM
+    from pagedweight_jax.serving.request import SamplingParams
+
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    manifest = open_checkpoint(args.checkpoint).manifest
+    max_model_len = min(MAX_MODEL_LEN, manifest.config.max_position_embeddings)
+    config = ServeConfig(
+        memory_bytes=1,
+        max_num_seqs=min(MAX_ROWS, len(args.prompt)),
+        max_model_len=max_model_len,
+        prefill_chunk_tokens=min(CHUNK_TOKENS, max_model_len),
+    )
+    config = _with_budget(config, manifest, args.memory)
+    total = len(args.prompt) * args.max_tokens
+    with progress_bars() as (progress, report), LLM(args.checkpoint, config, progress) as llm:
+        start = time.perf_counter()
+        outputs = llm.generate(
+            args.prompt,
+            params,
+            on_step=lambda llm: progress("generate", sum(event.tokens for event in llm.engine.events), total),
+        )
+        seconds = time.perf_counter() - start
+        tokens = sum(len(output.token_ids) for output in outputs)
+        report(f"{tokens} tokens in {seconds:.1f} s; {_bits_line(llm.engine)}")
+    if args.json:
+        fields = ("text", "token_ids", "finish_reason")
+        print_json([{"prompt": p, **{name: getattr(o, name) for name in fields}} for p, o in zip(args.prompt, outputs)])
+    else:
+        for prompt, output in zip(args.prompt, outputs):
+            print(prompt + output.text)
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    from pagedweight_jax.calibrate.text import read_text
+    from pagedweight_jax.checkpoint.paged import open_checkpoint
+    from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
+    from pagedweight_jax.config import ServeConfig
+    from pagedweight_jax.evaluate.perplexity import perplexity, score_served, split_windows
+    from pagedweight_jax.serving.engine import Engine
+
+    checkpoint = open_checkpoint(args.checkpoint)
+    tokens = load_tokenizer(args.checkpoint)(read_text(args.text), verbose=False).input_ids
+    windows = split_windows(tokens, args.window, args.limit)
+    rows = args.rows if args.rows is not None else 1 if args.mode == "frozen" else MAX_ROWS
+    config = ServeConfig(
+        memory_bytes=1,
+        max_num_seqs=rows,
+        max_model_len=args.window,
+        prefill_chunk_tokens=min(CHUNK_TOKENS, args.window),
+        mode=args.mode,
+        bits=args.bits,
+    )
+    config = _with_budget(config, checkpoint.manifest, args.memory)
+    with progress_bars() as (progress, _):
+        engine = Engine(checkpoint, config, progress=progress)
+        try:
+            scores = score_served(engine, windows, lambda done, total: progress("score", done, total))
+        finally:
+            engine.close()
+    scored = [event for event in engine.events if event.chunks]
+    chunks = sum(event.chunks for event in scored)
+    result = asdict(perplexity(scores)) | {
+        "mode": args.mode,
+        "mean_bits": sum(event.chunks * event.mean_bits for event in scored) / chunks,
+        "lowest_bits": min(event.mean_bits for event in scored),
+        "budget_bytes": config.memory_bytes,
+    }
+    if args.json:
+        print_json(result)
+    else:
+        print(
+            f"perplexity {result['perplexity']:.4f} on {result['windows']} windows of {result['window_tokens']} "
+            f"tokens; {_bits_line(engine)}"
+        )
+    return 0
+
+
+def _with_budget(config, manifest, memory_bytes: int | None):
+    """Returns ``config`` with a budget that holds everything, unless the user gave one."""
+    from pagedweight_jax.serving.loading import budget_bytes
+
+    if memory_bytes is not None:
+        return replace(config, memory_bytes=memory_bytes)
+    kv_tokens = config.max_num_seqs * config.max_model_len
+    bits = config.bits or manifest.max_bits
+    return replace(config, memory_bytes=budget_bytes(manifest, config, bits=bits, kv_tokens=kv_tokens))
+
+
+def _bits_line(engine) -> str:
+    """What the run's precision was, and the budget."""
+    bits = [event.mean_bits for event in engine.events]
+    low, high = min(bits), max(bits)
+    shown = f"{high:.2f}" if high - low < 0.005 else f"{high:.2f} to {low:.2f}"
+    return f"mean bits {shown}, budget {format_size(engine.ledger.budget_bytes)}"

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs that run a checkpoint: text and numbers on stdout, mistakes in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pagedweight_jax.checkpoint.hf import load_config, load_weights
+from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
+from pagedweight_jax.cli import main
+from pagedweight_jax.evaluate.perplexity import perplexity, score_dense, split_windows
+
+TEXT = "the rain in spain stays mainly in the plain, " * 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(hf_folder, tmp_path_factory):
+    """The tiny model at 6 bits, which is as good as its source."""
+    out = tmp_path_factory.mktemp("paged") / "tiny"
+    assert main(["convert", str(hf_folder), str(out), "--bits", "6", "--samples", "8", "--sequence-length", "64"]) == 0
+    return out
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a verb: (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        code = main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_generate_continues_every_prompt(run, checkpoint):
+    code, out, err = run(
+        "generate", checkpoint, "--prompt", "the rain", "--prompt", "in spain", "--max-tokens", 9, "--json"
+    )
+    assert code == 0
+    outputs = json.loads(out)
+    assert [output["prompt"] for output in outputs] == ["the rain", "in spain"]
+    for output in outputs:
+        assert output["finish_reason"] in ("stop", "length")
+        assert 1 <= len(output["token_ids"]) <= 9
+    assert "mean bits 6.00, budget" in err
+
+
+def test_evaluate_measures_what_dense_code_measures(run, checkpoint, hf_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    code, out, _ = run("evaluate", checkpoint, "--text", text, "--window", 128, "--limit", 3, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert (result["windows"], result["window_tokens"], result["mode"]) == (3, 128, "frozen")
+    assert result["mean_bits"] == result["lowest_bits"] == 6
+    windows = split_windows(load_tokenizer(hf_folder)(TEXT).input_ids, 128, 3)
+    weights = load_weights(hf_folder, load_config(hf_folder), np.float32, lambda line: None)
+    dense = perplexity(score_dense(weights, windows)).perplexity
+    assert result["perplexity"] == pytest.approx(dense, rel=0.02)
+    other = perplexity(score_dense(weights, windows[:, ::-1].copy())).perplexity
+    assert result["perplexity"] != pytest.approx(other, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", 9], r"bits 9: the checkpoint has 6..6"),
+        (["--bits", 6, "--mode", "dynamic"], "bits=6 needs mode='frozen'"),
+        (["--window", 4096], "the text has 540 tokens, a window takes 4096"),
+        (["--window", 520], "max_model_len 520 exceeds the model's context of 512 tokens"),
+        (["--memory", "100KiB"], "a budget of 100.0 KiB is too small"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(run, checkpoint, tmp_path, options, message):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    code, out, err = run("evaluate", checkpoint, "--text", text, "--window", 64, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
