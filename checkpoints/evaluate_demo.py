@@ -29,10 +29,11 @@ class Evaluator:
     length: int
     batch: int
     implementation: str
+    dtype: jnp.dtype = jnp.bfloat16
 
     @partial(jax.jit, static_argnums=0)
     def _score(self, params, ids_BT):
-        hidden, routed = forward(params, ids_BT, self.cfg, self.implementation)
+        hidden, routed = forward(params, ids_BT, self.cfg, self.implementation, self.dtype)
         nats, hit = next_token_nats(params, hidden, jnp.roll(ids_BT, -1, axis=1))
         mass = jnp.stack([weights.sum(0) for weights, _, _ in routed])
         load = jnp.stack([(weights > 0).sum(0) for weights, _, _ in routed])
@@ -40,7 +41,7 @@ class Evaluator:
 
     @partial(jax.jit, static_argnums=0)
     def _next(self, params, ids_T, position):
-        hidden, _ = forward(params, ids_T[None], self.cfg, self.implementation)
+        hidden, _ = forward(params, ids_T[None], self.cfg, self.implementation, self.dtype)
         return jnp.argmax(hidden[0, position].astype(jnp.float32) @ params["embed"].T)
 
     def encode(self, text: str) -> list[int]:
