@@ -2,6 +2,7 @@
 """Results as JSON lines: what was measured, with the commit, the versions and the device that it was measured on."""
 
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -11,7 +12,12 @@ import numpy as np
 
 
 def commit() -> str:
-    """Returns the checkout's commit, marked where files differ from it; "unknown" outside a checkout."""
+    """Returns the checkout's commit, marked where files differ from it.
+
+    Where there is no checkout (a copy of its files on another machine), ``PAGEDWEIGHT_COMMIT`` says it, else "unknown".
+    """
+    if stated := os.environ.get("PAGEDWEIGHT_COMMIT"):
+        return stated
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, check=False
     )
