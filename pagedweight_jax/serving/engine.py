@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress
@@ -261,7 +260,8 @@ class Engine:
             self._assign_row(request.row, request.params or SamplingParams(), request.stops)
         if self.blocks.changed:
             # A copy: steps donate the table, and the host goes on writing to its own.
-            self.state = self.state.replace(block_tables_BGLF=jnp.array(self.blocks.table_BGLF))
+            table_BGLF = jax.device_put(self.blocks.table_BGLF.copy(), self.state.arena_AW.sharding)
+            self.state = self.state.replace(block_tables_BGLF=table_BGLF)
             self.blocks.changed = False
         first_tokens, scores = [], []
         for chunk in schedule.chunks:

@@ -5,6 +5,8 @@
     raising     take frames, copy from the host beside the running steps; at a boundary scatter, then raise q
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 
@@ -124,13 +126,9 @@ class Residency:
         return len(pages)
 
     def _publish_bits(self, state: DecodeState) -> DecodeState:
-        # jnp.array copies: the committed bits are the table's, and a step donates what it is given.
-        bits_LEU = jax.numpy.array(self.table.committed_LEU, np.int32)
-        old = state.page_map
-        page_map = type(old)(
-            bits_LEU=bits_LEU, gate_up_frames_LEF=old.gate_up_frames_LEF, down_frames_LEF=old.down_frames_LEF
-        )
-        return state.replace(page_map=page_map)
+        # astype copies: the committed bits are the table's, and a step donates what it is given.
+        bits_LEU = jax.device_put(self.table.committed_LEU.astype(np.int32), state.arena_AW.sharding)
+        return state.replace(page_map=replace(state.page_map, bits_LEU=bits_LEU))
 
 
 def _changes(before_LEU: np.ndarray, after_LEU: np.ndarray) -> Changes:

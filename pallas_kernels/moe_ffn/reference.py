@@ -30,6 +30,17 @@ def read_block(arena_AW: jax.Array, frames_F: jax.Array, bits: jax.Array, layout
     return lax.switch(bits - layout.min_bits, [at(b) for b in range(layout.min_bits, layout.max_bits + 1)])
 
 
+def _project(x_TC: jax.Array, w_NC: jax.Array) -> jax.Array:
+    """Returns x W^T, float32[T, N]: products in x's dtype (never TF32), sums in float32."""
+    return jnp.einsum(
+        "TC,NC->TN",
+        x_TC,
+        w_NC.astype(x_TC.dtype),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def moe_ffn(
     arena_AW: jax.Array,
     pages: WeightPages,
@@ -54,10 +65,10 @@ def moe_ffn(
         e = order_E[i]
         gate_up_NC = read_block(arena_AW, pages.gate_up_frames_EF[e], pages.bits_EU[e, 0], pages.gate_up)
         down_NC = read_block(arena_AW, pages.down_frames_EF[e], pages.bits_EU[e, 1], pages.down)
-        gate_up_TN = jnp.einsum("TC,NC->TN", m_TD, gate_up_NC.astype(m_TD.dtype), preferred_element_type=jnp.float32)
+        gate_up_TN = _project(m_TD, gate_up_NC)
         gate_TF, up_TF = jnp.split(gate_up_TN, 2, axis=-1)
         h_TF = (act(gate_TF) * up_TF).astype(m_TD.dtype)
-        down_TD = jnp.einsum("TF,NF->TN", h_TF, down_NC.astype(m_TD.dtype), preferred_element_type=jnp.float32)
+        down_TD = _project(h_TF, down_NC)
         r_T = jnp.sum(jnp.where(ids_TK == e, weights_TK, 0.0), axis=-1)
         return y_TD + r_T[:, None] * down_TD
 
