@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the order of words in a bit-plane by measurement: candidate layouts under the same kernels.
 
-    python benchmarks/layout.py [--seconds 150] [--only SUBSTRING] [--out benchmarks/results/layout.jsonl]
+    python benchmarks/layout.py [--seconds 150] [--only REGEX] [--out benchmarks/results/layout.jsonl]
 
 A candidate says how wide tiles are, how many rows they have, and how gate and up rows are ordered; every candidate runs
-under ``linear_block``, in several program sizes, on pages strewn over an arena of more than 4 GiB. Each kernel is first
-held to the definition (``bitplane.dequantize_pages``, float32) with a different bitwidth per expert, then timed: eight
-calls unrolled in a loop inside one jit, the experts of each call drawn so that a round through them is larger than the
-L2 cache, median of 21 repetitions. Two ceilings are timed the same way: a kernel that only stores zeros, and one that
-only reads the planes. Without a GPU the kernels are interpreted on tiny shapes: a check of this script, not a timing.
+under ``linear_block``, in several program sizes, on pages strewn over an arena of more than 4 GiB. All are compiled
+first: a compilation beside a timing starves its launches. Then each is held to the definition
+(``bitplane.dequantize_pages``, float32) with two bitwidths mixed over the experts, and timed: eight calls unrolled in a
+loop inside one jit, the experts of each call drawn so that a round through them is larger than the L2 cache, median of
+21 repetitions. A call is the kernel and one small fusion that draws its experts. Two ceilings are timed the same way: a
+kernel that only stores zeros, and one that only reads the planes. Without a GPU the kernels are interpreted on tiny
+shapes: a check of this script, not a timing.
 """
 
 import argparse
 import dataclasses
 import json
+import re
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -31,6 +33,8 @@ from jax.experimental import pallas as pl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from layout_candidates import VARIANTS, Case, cases
+
 from pallas_kernels._triton import CompilerParams
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
@@ -40,110 +44,6 @@ UNROLL = 8
 REPETITIONS = 21
 CHECK_BITS = (3, 8)
 ARENA_BYTES = (4 << 30) + (256 << 20)
-
-
-@dataclass(frozen=True)
-class Candidate(BlockLayout):
-    """A layout that can differ from ``BlockLayout``.
-
-    Attributes:
-      max_rows, max_words: bounds of R and T.
-      equal: tiles of one width, the largest power of two that divides C/32, instead of bands.
-      order: gate and up rows in ``turns``; R/2 gate rows then R/2 up rows in a tile (``halves``); all gate rows, then
-        all up rows (``apart``: the product of the two is left to XLA).
-    """
-
-    max_rows: int = 16
-    max_words: int = 64
-    equal: bool = False
-    order: str = "turns"
-
-    @cached_property
-    def tile_rows(self):
-        return min(self.rows & -self.rows, self.max_rows)
-
-    @cached_property
-    def bands(self):
-        words = self.columns // 32
-        if self.equal:
-            width = min(words & -words, self.max_words)
-            return ((width, words // width),)
-        widths = [self.max_words >> i for i in range(self.max_words.bit_length())]
-        counts = [words // widths[0]] + [words % widths[0] // width % 2 for width in widths[1:]]
-        return tuple((width, count) for width, count in zip(widths, counts, strict=True) if count)
-
-    @cached_property
-    def stored_rows(self):
-        source = np.arange(self.rows)
-        if not self.interleaved or self.order == "apart":
-            return source
-        run = 1 if self.order == "turns" else self.tile_rows // 2
-        return source.reshape(2, -1, run).swapaxes(0, 1).reshape(-1)
-
-
-VARIANTS = {
-    "bands 64, R 16": ({}, [(8, 2), (8, 4), (16, 4)]),
-    "equal tiles, R 16": ({"equal": True}, [(16, 1), (16, 2)]),
-    "equal tiles, R 64": ({"equal": True, "max_rows": 64}, [(32, 2), (64, 4)]),
-    "bands 32": ({"max_words": 32}, [(8, 4), (16, 4)]),
-    "bands 16": ({"max_words": 16}, [(8, 4), (16, 4)]),
-    "apart": ({"order": "apart"}, [(8, 4), (16, 4)]),
-    "halves": ({"order": "halves"}, [(16, 4)]),
-    "R 8": ({"max_rows": 8}, [(8, 4)]),
-    "R 32": ({"max_rows": 32}, [(32, 8)]),
-    "other frame": ({"frame_words": None}, [(8, 4)]),
-}
-"""What differs from ``BlockLayout``, and the program sizes to try: (rows, warps)."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel to time: ``what`` is a block, or one of the ceilings "empty" and "planes"."""
-
-    spec: MoESpec
-    kind: int
-    variant: str
-    layout: Candidate
-    config: Config
-    tokens: int = 1
-    what: str = "block"
-
-    @property
-    def name(self) -> str:
-        block = ("gate_up", "down")[self.kind]
-        program = f"{self.config.rows}x{self.config.num_warps}"
-        return f"{self.spec.name} {block} {self.variant} {self.what} {program} T{self.tokens}"
-
-    @property
-    def columns_out(self) -> int:
-        return self.layout.rows // 2 if self.layout.interleaved and self.layout.order != "apart" else self.layout.rows
-
-
-def cases(specs: list[MoESpec]) -> list[Case]:
-    """Returns every case, the most telling first."""
-    found = []
-    for variant, (changes, sizes) in VARIANTS.items():
-        for spec in specs:
-            for kind, base in enumerate(spec.layouts):
-                fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(BlockLayout)}
-                layout = Candidate(**fields)
-                if ("order" in changes and kind) or ("equal" in changes and len(layout.bands) == 1):
-                    continue  # the same as another variant
-                if "frame_words" in changes:
-                    other = base.frame_words // 2 if base.frame_words > 2048 else 2 * base.frame_words
-                    layout = Candidate(**fields | {"frame_words": other})
-                elif changes:
-                    layout = Candidate(**fields | changes)
-                found += [
-                    Case(spec, kind, variant, layout, Config(rows=rows, num_warps=num_warps))
-                    for rows, num_warps in sizes
-                    if rows <= layout.tile_rows
-                ]
-                if not changes:
-                    config = Config(rows=8, num_warps=4)
-                    found.append(Case(spec, kind, variant, layout, config, tokens=8))
-                    found += [Case(spec, kind, variant, layout, config, what=what) for what in ("empty", "planes")]
-    return found
 
 
 def kernel(case: Case, interpret: bool):
@@ -168,7 +68,7 @@ def kernel(case: Case, interpret: bool):
 
     def ceiling(arena_ref, frames_ref, bits_ref, ids_ref, out_ref):
         program, pair = pl.program_id(0), pl.program_id(1)
-        y_R = jnp.zeros(num_rows, jnp.uint32)
+        y_R = jnp.zeros(num_rows, jnp.int32)
         if case.what == "planes":
             e = ids_ref[pair]
             bits = bits_ref[e, case.kind]
@@ -183,8 +83,8 @@ def kernel(case: Case, interpret: bool):
                     return acc_RT
 
                 acc_RT = lax.fori_loop(0, tiles, tile, jnp.zeros((num_rows, width), jnp.uint32))
-                y_R += jnp.sum(acc_RT.astype(jnp.int32), axis=1).astype(jnp.uint32)
-        out_ref[pair, pl.ds(program * num_rows, num_rows)] = y_R
+                y_R += jnp.sum(acc_RT.astype(jnp.int32), axis=1)
+        out_ref[pair, pl.ds(program * num_rows, num_rows)] = y_R.astype(jnp.float32)
 
     def run_ceiling(arena, frames, bits_EU, ids_P, x):
         return pl.pallas_call(
@@ -192,7 +92,7 @@ def kernel(case: Case, interpret: bool):
             grid=(layout.rows // num_rows, len(ids_P)),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            out_shape=jax.ShapeDtypeStruct((len(ids_P), layout.rows), jnp.uint32),
+            out_shape=jax.ShapeDtypeStruct((len(ids_P), layout.rows), jnp.float32),
             compiler_params=CompilerParams(num_warps=case.config.num_warps, num_stages=1),
             interpret=interpret,
             name=case.what,
@@ -211,7 +111,7 @@ def loop(call, calls: int):
             zero, out = carry
             for j in range(min(UNROLL, calls)):
                 out = call(arena, frames, bits_EU, ids_SP[(i * UNROLL + j) % len(ids_SP)] + zero, x)
-                zero = (out[0, 0] != out[0, 0]).astype(jnp.int32)  # the next call waits for this one
+                zero = (out[0, 0] != out[0, 0]).astype(jnp.int32)  # keeps each call, in order; outputs are float32
             return zero, out
 
         shape = jax.eval_shape(call, arena, frames, bits_EU, ids_SP[0], x)
@@ -344,7 +244,7 @@ def tiny(spec: MoESpec) -> MoESpec:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=150, help="stop after this long")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "layout.jsonl")
     parser.add_argument("--commit", default=None, help="what to record where git is not at hand")
     options = parser.parse_args()
@@ -361,7 +261,7 @@ def main() -> int:
     print(about, flush=True)
 
     specs = list(SPECS.values()) if on_gpu else [tiny(spec) for spec in SPECS.values()]
-    todo = [case for case in cases(specs) if options.only in case.name]
+    todo = [case for case in cases(specs) if re.search(options.only, case.name)]
     calls, repetitions = (6 * UNROLL, REPETITIONS) if on_gpu else (1, 1)
     arena_bytes = ARENA_BYTES if on_gpu else 4 << 20
     arenas = {w: random_arena((arena_bytes // (4 * w), w)) for w in {case.layout.frame_words for case in todo}}

@@ -37,7 +37,7 @@ class Config:
       num_warps: a power of two.
     """
 
-    rows: int = 16
+    rows: int = 8
     num_warps: int = 4
 
 
