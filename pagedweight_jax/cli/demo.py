@@ -20,8 +20,9 @@ def add_verbs(verbs) -> None:
     verb.add_argument("--quick", action="store_true", help="a much smaller load and less text")
     verb.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
 
-    verb = verbs.add_parser("plot", help="draw the timeline of an event log")
+    verb = verbs.add_parser("plot", help="draw a figure from an event log")
     verb.set_defaults(run=plot)
+    verb.add_argument("figure", choices=("timeline",), help="which: memory, bits, moves and speed over time")
     verb.add_argument("events", metavar="EVENTS", type=Path, help="events.jsonl of a run")
     verb.add_argument("-o", "--out", type=Path, required=True, help="the figure; its suffix says which kind")
     verb.add_argument("--title", default="", help="a line above it")

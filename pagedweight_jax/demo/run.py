@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -99,8 +100,9 @@ def run_demo(
     heldout = read_text(model / "text" / "heldout.txt")
     out.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
+    announce = partial(screen.print, highlight=False, markup=False)
 
-    screen.print(f"1/4  convert {model}, {MIN_BITS} to {MAX_BITS} bits", highlight=False)
+    announce(f"1/4  convert {model}, {MIN_BITS} to {MAX_BITS} bits")
     with bars() as (progress, say), _timed(seconds, "convert"):
         checkpoint = convert(
             model,
@@ -116,7 +118,7 @@ def run_demo(
     tokens = tokenizer(heldout, verbose=False).input_ids
     windows = split_windows(tokens, size.window_tokens, size.windows)
 
-    screen.print("2/4  compile the steps, load the pages", highlight=False)
+    announce("2/4  compile the steps, load the pages")
     with bars() as (progress, _), _timed(seconds, "load"):
         engine = Engine(checkpoint, _config(checkpoint, memory_bytes, size), progress=progress)
     try:
@@ -132,7 +134,7 @@ def run_demo(
             pace=size.pace,
         )
 
-        screen.print(f"3/4  serve {len(arrivals)} requests that come, grow and go", highlight=False)
+        announce(f"3/4  serve {len(arrivals)} requests that come, grow and go")
         with _timed(seconds, "serve"), LiveView(engine, tokenizer.decode, screen) as view:
             requests = serve(engine, arrivals, view.update)
         events = list(engine.events)
@@ -140,7 +142,7 @@ def run_demo(
         draw_timeline(events, out / "timeline.png", "Weights give way to the KV cache, and come back")
         stdout.print(report.request_table(requests, arrivals, tokenizer.decode))
 
-        screen.print("4/4  measure paged and static weights on the same text", highlight=False)
+        announce("4/4  measure paged and static weights on the same text")
         peak_kv_bytes = max(event.kv_bytes for event in events)
         dense = load_weights(model, load_config(model), engine.weights.embed_VD.dtype, lambda line: None)
         with bars() as (progress, _), _timed(seconds, "compare"):

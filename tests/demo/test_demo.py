@@ -3,9 +3,11 @@
 
 import io
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,6 +82,12 @@ def test_the_log_passes_the_demos_own_check(demo, events):
     assert check_events(events) == demo[0]["problems"] == []
 
 
+def test_the_recorded_run_of_the_readme_passes_it_too():
+    recorded = read_events(Path(__file__).parents[2] / "docs" / "timeline.jsonl")
+    assert check_events(recorded) == []
+    assert max(len(event.blocks_by_bits) for event in recorded) >= 3
+
+
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
@@ -93,8 +101,6 @@ def test_the_log_passes_the_demos_own_check(demo, events):
     ],
 )
 def test_the_check_sees_what_is_missing(events, spoil, problem):
-    import re
-
     problems = check_events(spoil(events))
     assert len(problems) == 1
     assert re.search(problem, problems[0])
@@ -133,16 +139,25 @@ def test_events_survive_the_file(events, tmp_path):
 
 def test_the_timeline_is_drawn_from_the_log(demo, tmp_path, capsys):
     log = demo[1] / "events.jsonl"
-    assert main(["plot", str(log), "-o", str(tmp_path / "t.svg"), "--title", "A run"]) == 0
+    assert main(["plot", "timeline", str(log), "-o", str(tmp_path / "t.svg"), "--title", "A run"]) == 0
     assert "<svg" in (tmp_path / "t.svg").read_text()
     (tmp_path / "broken.jsonl").write_text('{"boundary": 1}\n')
-    assert main(["plot", str(tmp_path / "broken.jsonl"), "-o", str(tmp_path / "t.svg")]) == 2
-    assert main(["plot", str(log), "-o", str(tmp_path / "t.nothing")]) == 2
+    assert main(["plot", "timeline", str(tmp_path / "broken.jsonl"), "-o", str(tmp_path / "t.svg")]) == 2
+    assert main(["plot", "timeline", str(log), "-o", str(tmp_path / "t.nothing")]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert "not an event log" in errors[0]
     with pytest.raises(UserError, match="at least 2 events, got 1"):
         draw_timeline(read_events(log)[:1], tmp_path / "t.png")
+
+
+@pytest.mark.parametrize(("problems", "code"), [([], 0), (["the mean bits fell by 0.00 only"], 1)])
+def test_a_demo_without_its_trade_fails(problems, code, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pagedweight_jax.demo.run.run_demo", lambda *args, **options: {"problems": problems})
+    assert main(["demo", "--out", str(tmp_path), "--json"]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"problems": problems}
+    assert err == "".join(f"pagedweight: {tmp_path / 'events.jsonl'}: {problem}\n" for problem in problems)
 
 
 def test_a_missing_model_is_one_line(tmp_path, capsys):
