@@ -9,18 +9,13 @@ import numpy as np
 
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import MLPWeights
+from pallas_kernels.moe_ffn.api import ACTIVATIONS
 
 Activation = Callable[[jax.Array], jax.Array]
 
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
-
 
 def activation(name: str) -> Activation:
-    """Returns the activation that Hugging Face calls ``name``; UserError if it is none of ACTIVATIONS."""
+    """Returns the activation that Hugging Face calls ``name``; UserError unless the kernels have it, too."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -93,6 +93,7 @@ def test_optional_fields():
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rotary embeddings must be plain and whole, got type 'yarn'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotated part 0.5"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds num_experts 8"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 key-value heads"),
         ({"hidden_size": 65}, "hidden_size 65 is not a multiple of 4 attention heads"),
