@@ -20,5 +20,7 @@ def load_tokenizer(folder: Path):
         raise UserError(f"{folder}: no tokenizer (none of {', '.join(VOCABULARIES)})")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder}: no tokenizer that can be loaded ({type(error).__name__})") from error
+    except Exception as error:  # the parsers raise many kinds, plain Exception among them; all mean damaged files
+        first_line = str(error).strip().partition("\n")[0][:100]
+        why = f"{type(error).__name__}: {first_line}"
+        raise UserError(f"{folder}: no tokenizer that can be loaded ({why})") from error

@@ -215,9 +215,12 @@ def test_a_tokenizer_must_be_there_and_be_the_models(folder, tmp_path):
     edit_json(folder / "config.json", vocab_size=64)
     with pytest.raises(UserError, match=r"the tokenizer gives token \d+, the model has 64"):
         convert(folder, tmp_path / "out", report=silent, **SMALL)
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="no tokenizer that can be loaded"):
-        convert(folder, tmp_path / "out", report=silent, **SMALL)
+    good = (folder / "tokenizer.json").read_text()
+    for damaged in ("{}", good[:-9], good.replace('"WordLevel"', '"Word"'), good.replace('"Split"', '"Cut"')):
+        assert damaged != good
+        (folder / "tokenizer.json").write_text(damaged)
+        with pytest.raises(UserError, match="no tokenizer that can be loaded"):
+            convert(folder, tmp_path / "out", report=silent, **SMALL)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer \(none of tokenizer\.json"):
         convert(folder, tmp_path / "out", report=silent, **SMALL)
