@@ -104,6 +104,10 @@ class Request:
         return self.prompt + tuple(self.generated)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    @property
     def max_context_tokens(self) -> int:
         return len(self.prompt) + (self.params.max_tokens if self.params else 0)
 

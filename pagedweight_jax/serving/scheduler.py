@@ -72,10 +72,10 @@ class Scheduler:
     def _context_tokens(self, request: Request) -> int:
         """Tokens that the request's blocks must hold once the next call has run."""
         if request.decoding:
-            end = len(request.tokens) + 2 * self.steps_per_call
+            end = request.num_tokens + 2 * self.steps_per_call
         else:
-            end = min(request.prefilled_tokens + self.chunk_tokens, len(request.tokens))
-            if end == len(request.tokens):  # a decode call follows at the same boundary
+            end = min(request.prefilled_tokens + self.chunk_tokens, request.num_tokens)
+            if end == request.num_tokens:  # a decode call follows at the same boundary
                 end += self.steps_per_call
         return min(end, request.max_context_tokens)
 
@@ -87,15 +87,16 @@ class Scheduler:
         return pending
 
     def _admission_blocks(self, request: Request) -> int:
-        tokens = len(request.tokens) + 2 * self.steps_per_call
+        tokens = request.num_tokens + 2 * self.steps_per_call
         return self.blocks.blocks_for(min(tokens, request.max_context_tokens))
 
     def schedule(self, may_wait: bool) -> Schedule:
         """Decides a boundary and takes the KV blocks that it needs.
 
         Args:
-          may_wait: True if weights can still give way (or frames are about to become reusable): a row that finds no
-            block then sits this call out. Otherwise the youngest request is preempted and will be computed again.
+          may_wait: True if weights can still give way, or frames are about to become reusable: when a row finds no
+            block, the boundary then passes without a call, for a call steps every row. Otherwise the youngest request
+            is preempted and will be computed again.
         """
         preempted: list[tuple[int, Request]] = []
         stalled = False
@@ -108,7 +109,7 @@ class Scheduler:
         if stalled:
             return Schedule(chunks=(), decode=False, admitted=(), preempted=())
         admitted = [] if preempted else self._admit()
-        prefilling = [r for r in self._by_arrival() if not r.decoding and r.prefilled_tokens < len(r.tokens)]
+        prefilling = [r for r in self._by_arrival() if not r.decoding and r.prefilled_tokens < r.num_tokens]
         chunks = [self._next_chunk(r) for r in prefilling]
         decode = any(r.decoding for r in self.running.values())
         return Schedule(chunks=tuple(chunks), decode=decode, admitted=tuple(admitted), preempted=tuple(preempted))
@@ -119,7 +120,7 @@ class Scheduler:
     def _admit(self) -> list[Request]:
         admitted = []
         free_rows = [row for row in range(len(self.blocks.num_blocks_B)) if row not in self.running]
-        growth = sum(self.blocks.missing_blocks(row, len(r.tokens)) for row, r in self.running.items())
+        growth = sum(self.blocks.missing_blocks(row, r.num_tokens) for row, r in self.running.items())
         while self.waiting and free_rows:
             request = self.waiting[0]
             needed = self._admission_blocks(request)
@@ -128,8 +129,6 @@ class Scheduler:
             growth += needed
             request = self.waiting.popleft()
             request.row = free_rows.pop(0)
-            request.prefilled_tokens = 0
-            request.decoding = False
             self.running[request.row] = request
             self.blocks.grow(request.row, self._context_tokens(request))
             admitted.append(request)
@@ -148,6 +147,7 @@ class Scheduler:
         request = max(self.running.values(), key=lambda r: r.number)
         row = request.row
         self._leave_row(request)
+        request.prefilled_tokens = 0
         request.decoding = False
         request.logprobs.clear()
         request.num_preemptions += 1
