@@ -5,11 +5,10 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pagedweight_jax.calibrate.any_precision import quantize
@@ -20,10 +19,18 @@ from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.layout import choose_frame_bytes
 from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, check_output, open_checkpoint, save
+from pagedweight_jax.checkpoint.paged import (
+    PagedCheckpoint,
+    Progress,
+    check_output,
+    nearest_folder,
+    no_progress,
+    open_checkpoint,
+    save,
+)
 from pagedweight_jax.config import DOWN, GATE_UP, KINDS
 from pagedweight_jax.errors import UserError
-from pagedweight_jax.models.weights import MoEWeights, Weights
+from pagedweight_jax.models.weights import MoEWeights
 from pallas_kernels.bitplane import BlockLayout, pack_page
 
 MIN_TOKENS = 32
@@ -63,7 +70,7 @@ def convert(
     sequence_length: int = 512,
     seed: int = 0,
     overwrite: bool = False,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
     report: Report = print,
 ) -> PagedCheckpoint:
     """Returns the paged checkpoint written to ``out``. The same input gives the same arrays and the same manifest.
@@ -135,10 +142,10 @@ def _check_disk(out: Path, manifest: PagedManifest) -> None:
     config = manifest.config
     block_bytes = sum(layout.resident_bytes(manifest.max_bits) for layout in manifest.layouts())
     needed_bytes = config.num_sparse_layers * config.num_experts * block_bytes
-    existing = next(parent for parent in out.absolute().parents if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
+    folder = nearest_folder(out)
+    free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
-        raise UserError(f"{existing}: the pages take {needed_bytes} bytes, {free_bytes} are free")
+        raise UserError(f"{folder}: the pages take {needed_bytes} bytes, {free_bytes} are free")
 
 
 def _sequences(folder: Path, text: str, manifest: PagedManifest) -> np.ndarray:
@@ -153,16 +160,6 @@ def _sequences(folder: Path, text: str, manifest: PagedManifest) -> np.ndarray:
     return choose_sequences(begin, tokens, run.samples, run.sequence_length, run.seed)
 
 
-def _load(source: hf.Source, progress: Progress) -> Weights:
-    """The whole model on JAX's default device, in the dtypes of its files."""
-    layers = []
-    for number, layer in enumerate(hf.iterate_layers(source)):
-        progress("load", number, source.config.num_layers)
-        layers.append(jax.tree.map(jnp.asarray, layer))
-    progress("load", source.config.num_layers, source.config.num_layers)
-    return replace(jax.tree.map(jnp.asarray, hf.read_outer(source)), layers=tuple(layers))
-
-
 def _calibrate(source: hf.Source, sequences: np.ndarray, progress: Progress) -> Calibrated:
     """Runs the whole model on the calibration tokens; it is let go of on return."""
 
@@ -172,7 +169,8 @@ def _calibrate(source: hf.Source, sequences: np.ndarray, progress: Progress) -> 
             yield sequences[done : done + BATCH_SEQUENCES]
         progress("calibrate", len(sequences), len(sequences))
 
-    moments = collect_moments(_load(source, progress), batches())
+    weights = hf.read_weights(source, progress=partial(progress, "load"))
+    moments = collect_moments(weights, batches())
     gate_up_LEC, down_LEC, uncalibrated_LE = importance(moments, MIN_TOKENS)
     for kind, importance_LEC in zip(KINDS, (gate_up_LEC, down_LEC)):
         if not np.isfinite(importance_LEC).all():

@@ -7,9 +7,8 @@ every shape is as the configuration says. All of that is checked on the files' h
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from pagedweight_jax.checkpoint.dense import abstract_weights, named_leaves
 from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.families import FAMILIES, TensorSource, config_from_hf, eos_token_ids
-from pagedweight_jax.models.weights import LayerWeights, Weights, init_weights
+from pagedweight_jax.models.weights import LayerWeights, Weights
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -86,8 +86,8 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
     """
     folder = Path(folder)
     files = _open_tensors(folder)
-    shapes = jax.eval_shape(partial(init_weights, config), jax.random.key(0))
-    expected = dict(part for path, leaf in _leaves(shapes) for part in _parts(config, path, leaf.shape))
+    shapes = abstract_weights(config)
+    expected = dict(part for path, leaf in named_leaves(shapes).items() for part in _parts(config, path, leaf.shape))
     skipped = set()
     for pattern, reason in _skip_rules(config).items():
         names = sorted(name for name in files.keys() - expected.keys() if re.fullmatch(pattern, name))
@@ -131,18 +131,29 @@ def read_layer(source: Source, layer: int, dtype=None) -> LayerWeights:
     return _read(source, f"layers.{layer}.", source.shapes.layers[layer], dtype)
 
 
-def iterate_layers(source: Source, dtype=None) -> Iterator[LayerWeights]:
-    """Yields ``read_layer`` of every layer in turn, so that no more than one need be in memory."""
-    return (read_layer(source, layer, dtype) for layer in range(source.config.num_layers))
+def read_weights(
+    source: Source, dtype=None, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Weights:
+    """Returns the whole model on JAX's default device, in ``dtype``; None keeps the file's. Errors as ``read_outer``.
+
+    Args:
+      source: from ``open_source``.
+      dtype: of the arrays.
+      progress: called with layers read and layers in all.
+    """
+    num_layers, layers = source.config.num_layers, []
+    for layer in range(num_layers):
+        progress(layer, num_layers)
+        layers.append(jax.tree.map(jnp.asarray, read_layer(source, layer, dtype)))
+    progress(num_layers, num_layers)
+    return replace(jax.tree.map(jnp.asarray, read_outer(source, dtype)), layers=tuple(layers))
 
 
 def load_weights(
     folder: Path, config: ModelConfig, dtype=jnp.bfloat16, report: Callable[[str], None] = print
 ) -> Weights:
-    """Returns the whole model on JAX's default device, in ``dtype``. Errors as ``open_source`` and ``read_outer``."""
-    source = open_source(folder, config, report)
-    outer = jax.tree.map(jnp.asarray, read_outer(source, dtype))
-    return replace(outer, layers=tuple(jax.tree.map(jnp.asarray, layer) for layer in iterate_layers(source, dtype)))
+    """Returns the whole model, ``open_source`` and ``read_weights`` in one, with their errors."""
+    return read_weights(open_source(folder, config, report), dtype)
 
 
 def _skip_rules(config: ModelConfig) -> dict[str, str]:
@@ -152,12 +163,6 @@ def _skip_rules(config: ModelConfig) -> dict[str, str]:
         return family.skipped
     (head,) = family.tensors["lm_head_DV"].names
     return family.skipped | {re.escape(head): "the head is the tied embedding"}
-
-
-def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted path, leaf) of every array."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(prefix + jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
 def _locate(config: ModelConfig, path: str) -> tuple[TensorSource, str]:
@@ -197,7 +202,7 @@ def _read(source: Source, prefix: str, shapes: Any, dtype) -> Any:
             stacked[i] = _tensor(source, name)
         return stacked.reshape(shape)
 
-    leaves = [read_leaf(path, leaf.shape) for path, leaf in _leaves(shapes, prefix)]
+    leaves = [read_leaf(prefix + path, leaf.shape) for path, leaf in named_leaves(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
@@ -217,7 +222,7 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
     files, shard_of = {}, {}
     for name in names:
         file = _open_file(folder / name)
-        for tensor in file.keys():  # noqa: SIM118, not a dict
+        for tensor in sorted(file.keys()):
             if tensor in files:
                 raise UserError(f"{folder}: tensor {tensor} is in both {shard_of[tensor]} and {name}")
             files[tensor], shard_of[tensor] = file, name

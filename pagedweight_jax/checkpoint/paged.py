@@ -27,7 +27,6 @@ import numpy as np
 from orbax.checkpoint.experimental import v1 as ocp
 
 from pagedweight_jax.checkpoint.dense import abstract_dense, named_leaves
-from pagedweight_jax.checkpoint.layout import choose_frame_bytes, layouts
 from pagedweight_jax.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -42,8 +41,6 @@ from pagedweight_jax.config import KINDS
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import Weights
 
-__all__ = ["PagedCheckpoint", "check_output", "choose_frame_bytes", "layouts", "open_checkpoint", "save", "verify"]
-
 ARRAYS = "arrays"
 FILES = "files.sha256"
 
@@ -51,8 +48,8 @@ Progress = Callable[[str, int, int], None]
 """Called with a stage's name, steps done and steps in all."""
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    pass
+def no_progress(stage: str, done: int, total: int) -> None:
+    """The ``Progress`` of who does not want to know."""
 
 
 def _group(name: str) -> str:
@@ -77,9 +74,14 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def nearest_folder(out: Path) -> Path:
+    """Returns the nearest folder above ``out`` that exists."""
+    return next(parent for parent in Path(out).absolute().parents if parent.exists())
+
+
 def check_output(out: Path, overwrite: bool) -> None:
     """Raises UserError if ``out`` cannot be written, or must not be: it exists and is not to be overwritten."""
-    parent = next(parent for parent in Path(out).absolute().parents if parent.exists())
+    parent = nearest_folder(out)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"{out}: {parent} is not a folder that can be written to")
     if not out.exists():
@@ -153,7 +155,7 @@ def save(
         raise
 
 
-def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress = _silent) -> list[str]:
+def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress = no_progress) -> list[str]:
     """One line per file that is missing or, where ``hashed`` picks its name, differs from ``files.sha256``."""
     try:
         lines = (path / FILES).read_text(encoding="utf-8").splitlines()
@@ -275,7 +277,7 @@ def open_checkpoint(path: Path) -> PagedCheckpoint:
     return checkpoint
 
 
-def verify(path: Path, progress: Progress = _silent) -> list[str]:
+def verify(path: Path, progress: Progress = no_progress) -> list[str]:
     """Returns one line for each file and array that is not what was written; empty when all are.
 
     Args:

@@ -8,12 +8,12 @@ import numpy as np
 from pagedweight_jax.checkpoint.manifest import FORMAT_VERSION
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint
 from pagedweight_jax.config import KINDS
-from pallas_kernels.bitplane import LAYOUT_VERSION, BlockLayout
+from pallas_kernels.bitplane import LAYOUT_VERSION, WORD_BYTES, BlockLayout
 
 
 def _width(bits: int, layouts: tuple[BlockLayout, BlockLayout], num_blocks: int) -> dict:
     """One line of the M table: every linear-block at ``bits`` bits."""
-    planes_bytes = sum(bits * layout.plane_words * 4 for layout in layouts)
+    planes_bytes = sum(bits * layout.plane_words * WORD_BYTES for layout in layouts)
     payload_bytes = sum(layout.payload_bytes(bits) for layout in layouts)
     resident_bytes = sum(layout.resident_bytes(bits) for layout in layouts)
     num_weights = sum(layout.rows * layout.columns for layout in layouts)
