@@ -92,11 +92,6 @@ def without_experts(weights: Weights) -> Weights:
     return replace(weights, layers=layers)
 
 
-def cast(weights: Weights, dtype) -> Weights:
-    """Returns the weights with every array in ``dtype``."""
-    return jax.tree.map(lambda w: w.astype(dtype), weights)
-
-
 def init_layer(config: ModelConfig, layer: int, key: jax.Array, dtype=jnp.float32) -> LayerWeights:
     """Returns random weights of one layer: matrices N(0, 1/in), norms about 1, small biases.
 

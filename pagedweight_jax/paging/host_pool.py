@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.bitplane import WORD_BYTES, BlockLayout
+from pallas_kernels.bitplane import BlockLayout
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,3 @@ def fill_host_pool(
         # Waiting here lets go of the leaf before the next one is read.
         pages[layer, kind, plane] = tuple(jax.block_until_ready(jax.device_put(list(leaf), pinned)))
     return HostPool(pages)
-
-
-def host_pool_bytes(layouts: tuple[BlockLayout, BlockLayout], num_layers: int, num_experts: int) -> int:
-    """Returns the pinned bytes of a pool that mirrors every page."""
-    return num_layers * num_experts * sum(layout.block_frames * layout.frame_words * WORD_BYTES for layout in layouts)

@@ -319,9 +319,7 @@ def _check_bits(verb: str, bits_LEU: np.ndarray, shape: tuple[int, ...], layouts
         raise ValueError(f"{verb}: {_name(block)} cannot run at {bits_LEU[tuple(block)]} bits ({low}..{high})")
 
 
-def _index(
-    table: PageTable, verb: str, rows: np.ndarray, width: int = 4
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+def _index(table: PageTable, verb: str, rows: np.ndarray, width: int = 4) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Returns (rows as int64[n, width], their index tuple) of pages or blocks that exist and are named once each."""
     rows = np.asarray(rows, np.int64).reshape(-1, width)
     shape = table.state_LEUP.shape[:width]

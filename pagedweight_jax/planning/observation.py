@@ -3,8 +3,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True, kw_only=True)
 class KVPressure:
@@ -30,13 +28,7 @@ class Observation:
     Attributes:
       boundary: number of the safe boundary, counted from the start of serving.
       kv: pressure of the KV cache.
-      routing: float64 [L, E], routing mass m of eq. 1. It acts through the calibration's bucket policy; without one, or
-        when None, the multiplier μ of eq. 8 is 1.
-      features: float64 [L, E, U, X], prompt features φ of eq. 5. They act through the calibration's residual heads;
-        without them, or when None, the multiplier η of eq. 8 is 1.
     """
 
     boundary: int
     kv: KVPressure
-    routing: np.ndarray | None = None
-    features: np.ndarray | None = None

@@ -3,6 +3,7 @@
 
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pagedweight_jax.checkpoint.layout import choose_frame_bytes
 from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
 from pagedweight_jax.checkpoint.paged import save
 from pagedweight_jax.config import KINDS
-from pagedweight_jax.models.weights import cast, without_experts
+from pagedweight_jax.models.weights import without_experts
 from pallas_kernels.bitplane import pack_page
 
 MIN_BITS, MAX_BITS = 2, 4
@@ -60,7 +61,7 @@ def make_groups(manifest, dense):
 
 @pytest.fixture(scope="session")
 def dense(tiny_weights):
-    return cast(without_experts(tiny_weights), jnp.bfloat16)
+    return jax.tree.map(lambda w: w.astype(jnp.bfloat16), without_experts(tiny_weights))
 
 
 @pytest.fixture(scope="session")

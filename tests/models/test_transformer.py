@@ -10,7 +10,7 @@ from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.transformer import dense_forward, forward, logits
-from pagedweight_jax.models.weights import MoEWeights, cast, init_weights, without_experts
+from pagedweight_jax.models.weights import MoEWeights, init_weights, without_experts
 
 dense = jax.jit(dense_forward)
 
@@ -25,6 +25,10 @@ def weights(tiny_config):
 def relative_error(out, ref):
     out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
     return np.linalg.norm(out - ref) / np.linalg.norm(ref)
+
+
+def cast(weights, dtype):
+    return jax.tree.map(lambda w: w.astype(dtype), weights)
 
 
 def sparse_experts(weights):
