@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The card's figures and its table of bytes, from the files that training leaves.
 
-    python checkpoints/demo_card.py checkpoints/demo-moe
+    python checkpoints/demo_card.py
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -18,12 +18,11 @@ INK, BLUE, ORANGE, GREY = "#222222", "#2b6cb0", "#c05621", "#a0aec0"
 BITS = (3, 4, 5, 6, 7, 8)
 
 
-def plot_losses(log: list[dict], path: Path) -> None:
+def plot_losses(log: list[dict], step_tokens: int, path: Path) -> None:
     """Training and validation loss, and the exercises' accuracy, over tokens."""
-    per_step = 64 * 2048 / 1e6
-    tokens = [row["step"] * per_step for row in log]
+    tokens = [row["step"] * step_tokens / 1e6 for row in log]
     looked = [row for row in log if "valid" in row]
-    looked_tokens = [row["step"] * per_step for row in looked]
+    looked_tokens = [row["step"] * step_tokens / 1e6 for row in looked]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     left.plot(tokens, [row["text"] for row in log], color=GREY, lw=1, label="training text")
     left.plot(looked_tokens, [row["valid"] for row in looked], color=BLUE, lw=2, label="validation")
@@ -56,11 +55,21 @@ def plot_routing(mass_LE: np.ndarray, path: Path) -> None:
     plt.close(figure)
 
 
+def _expert_blocks(config: dict) -> tuple[int, tuple[tuple[int, int], tuple[int, int]]]:
+    """Experts of all layers, and the shapes of their gate_up and down matrices."""
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    return config["num_hidden_layers"] * config["num_experts"], ((2 * width, hidden), (hidden, width))
+
+
+def bf16_bytes(config: dict) -> int:
+    """All routed experts in bf16."""
+    blocks, shapes = _expert_blocks(config)
+    return blocks * sum(2 * rows * columns for rows, columns in shapes)
+
+
 def experts_bytes(config: dict, bits: int, floor: int = 3) -> tuple[int, int, int]:
     """Planes, one width's own LUTs, and what paging keeps resident (planes < bits, LUTs floor..bits), all experts."""
-    blocks = config["num_hidden_layers"] * config["num_experts"]
-    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    shapes = ((2 * width, hidden), (hidden, width))
+    blocks, shapes = _expert_blocks(config)
     planes = blocks * sum(bits * rows * columns // 8 for rows, columns in shapes)
     luts = {b: blocks * sum(2 * rows * 2**b for rows, _ in shapes) for b in range(floor, bits + 1)}
     return planes, luts[bits], planes + sum(luts.values())
@@ -76,10 +85,13 @@ def bytes_table(config: dict) -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "demo-moe")
+    folder = parser.parse_args().folder
     log = [json.loads(line) for line in (folder / "training" / "log.jsonl").read_text().splitlines()]
     results = json.loads((folder / "training" / "results.json").read_text())
-    plot_losses(log, folder / "loss.png")
+    step_tokens = results["training"]["tokens"] // results["training"]["steps"]
+    plot_losses(log, step_tokens, folder / "loss.png")
     plot_routing(np.array(results["perplexity"]["heldout_mixed"]["routing_mass"]), folder / "routing.png")
     print(bytes_table(json.loads((folder / "config.json").read_text())))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained weights as a Hugging Face Qwen2-MoE folder: config, generation config, bf16 safetensors."""
+"""The trained weights as a Hugging Face Qwen2-MoE folder, out and in: configs, bf16 safetensors."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,23 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from demo_model import DemoConfig, Params
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+
+LAYER_TENSORS = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    **{n: f"self_attn.{n}_proj.weight" for n in "qkvo"},
+    **{f"{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
+    "router": "mlp.gate.weight",
+    "shared_expert_gate": "mlp.shared_expert_gate.weight",
+    **{f"shared_{n}": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+}
+"""A layer's parameters and their names in its Hugging Face tensors; the routed experts are named one by one."""
+
+
+def expert_tensor(expert: int, part: str) -> str:
+    """The name of an expert's gate, up or down matrix within its layer."""
+    return f"mlp.experts.{expert}.{part}_proj.weight"
 
 
 def hub_config(cfg: DemoConfig) -> dict:
@@ -56,22 +72,13 @@ def hub_tensors(params: Params) -> dict[str, np.ndarray]:
         return np.ascontiguousarray(np.asarray(array).astype(ml_dtypes.bfloat16))
 
     tensors = {"model.embed_tokens.weight": bf16(params["embed"]), "model.norm.weight": bf16(params["norm"])}
-    names = {
-        "input_norm": "input_layernorm.weight",
-        "post_norm": "post_attention_layernorm.weight",
-        **{n: f"self_attn.{n}_proj.weight" for n in "qkvo"},
-        **{f"{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
-        "router": "mlp.gate.weight",
-        "shared_expert_gate": "mlp.shared_expert_gate.weight",
-        **{f"shared_{n}": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
-    }
     for index, layer in enumerate(params["layers"]):
         prefix = f"model.layers.{index}."
-        for ours, hub in names.items():
+        for ours, hub in LAYER_TENSORS.items():
             tensors[prefix + hub] = bf16(layer[ours])
         for part in ("gate", "up", "down"):
             for expert, matrix in enumerate(layer[f"expert_{part}"]):
-                tensors[f"{prefix}mlp.experts.{expert}.{part}_proj.weight"] = bf16(matrix)
+                tensors[prefix + expert_tensor(expert, part)] = bf16(matrix)
     return tensors
 
 
@@ -83,3 +90,22 @@ def export_hub_folder(params: Params, cfg: DemoConfig, folder: Path) -> int:
     generation = {"eos_token_id": 0, "pad_token_id": 1, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     return (folder / "model.safetensors").stat().st_size
+
+
+def read_hub_folder(folder: Path, cfg: DemoConfig) -> Params:
+    """The folder's weights as the training model's parameters, float32 numpy arrays: `export_hub_folder` undone."""
+    tensors = {name: np.asarray(w, np.float32) for name, w in load_file(folder / "model.safetensors").items()}
+
+    def stack(prefix: str, part: str) -> np.ndarray:
+        return np.stack([tensors[prefix + expert_tensor(e, part)] for e in range(cfg.num_experts)])
+
+    def layer(index: int) -> dict:
+        prefix = f"model.layers.{index}."
+        dense = {ours: tensors[prefix + hub] for ours, hub in LAYER_TENSORS.items()}
+        return dense | {f"expert_{part}": stack(prefix, part) for part in ("gate", "up", "down")}
+
+    return {
+        "embed": tensors["model.embed_tokens.weight"],
+        "norm": tensors["model.norm.weight"],
+        "layers": [layer(index) for index in range(cfg.num_hidden_layers)],
+    }

@@ -36,8 +36,9 @@ class DemoConfig:
 def init_params(key: jax.Array, cfg: DemoConfig) -> Params:
     """Float32 weights, stored [out, in] as in the checkpoint; layers is a list of dicts."""
     keys = iter(jax.random.split(key, 1 + 12 * cfg.num_hidden_layers))
-    H, E, F, S = cfg.hidden_size, cfg.num_experts, cfg.moe_intermediate_size, cfg.shared_expert_intermediate_size
+    D, E, F = cfg.hidden_size, cfg.num_experts, cfg.moe_intermediate_size
     q_width, kv_width = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+    shared_width = cfg.shared_expert_intermediate_size
     into_residual = (2 * cfg.num_hidden_layers) ** -0.5
 
     def weight(*shape, scale=1.0):
@@ -45,27 +46,27 @@ def init_params(key: jax.Array, cfg: DemoConfig) -> Params:
 
     def layer():
         return {
-            "input_norm": jnp.ones(H),
-            "post_norm": jnp.ones(H),
-            "q": weight(q_width, H),
-            "k": weight(kv_width, H),
-            "v": weight(kv_width, H),
-            "o": weight(H, q_width, scale=into_residual),
+            "input_norm": jnp.ones(D),
+            "post_norm": jnp.ones(D),
+            "q": weight(q_width, D),
+            "k": weight(kv_width, D),
+            "v": weight(kv_width, D),
+            "o": weight(D, q_width, scale=into_residual),
             "q_bias": jnp.zeros(q_width),
             "k_bias": jnp.zeros(kv_width),
             "v_bias": jnp.zeros(kv_width),
-            "router": weight(E, H),
-            "expert_gate": weight(E, F, H),
-            "expert_up": weight(E, F, H),
-            "expert_down": weight(E, H, F, scale=2 * into_residual),
-            "shared_gate": weight(S, H),
-            "shared_up": weight(S, H),
-            "shared_down": weight(H, S, scale=into_residual),
-            "shared_expert_gate": jnp.zeros((1, H)),
+            "router": weight(E, D),
+            "expert_gate": weight(E, F, D),
+            "expert_up": weight(E, F, D),
+            "expert_down": weight(E, D, F, scale=2 * into_residual),
+            "shared_gate": weight(shared_width, D),
+            "shared_up": weight(shared_width, D),
+            "shared_down": weight(D, shared_width, scale=into_residual),
+            "shared_expert_gate": jnp.zeros((1, D)),
         }
 
-    embed = jax.random.normal(next(keys), (cfg.vocab_size, H)) * 0.02
-    return {"embed": embed, "norm": jnp.ones(H), "layers": [layer() for _ in range(cfg.num_hidden_layers)]}
+    embed = jax.random.normal(next(keys), (cfg.vocab_size, D)) * 0.02
+    return {"embed": embed, "norm": jnp.ones(D), "layers": [layer() for _ in range(cfg.num_hidden_layers)]}
 
 
 def num_parameters(params: Params) -> int:
@@ -79,10 +80,10 @@ def rms_norm(x, weight, eps):
     return normed.astype(x.dtype) * weight
 
 
-def rope(x_BTNd, cos_Td, sin_Td):
+def rope(x_BTHM, cos_TM, sin_TM):
     """Rotary embedding in the half layout: dimension i turns with i + d/2."""
-    a, b = jnp.split(x_BTNd, 2, axis=-1)
-    cos, sin = cos_Td[None, :, None, :].astype(x_BTNd.dtype), sin_Td[None, :, None, :].astype(x_BTNd.dtype)
+    a, b = jnp.split(x_BTHM, 2, axis=-1)
+    cos, sin = cos_TM[None, :, None, :].astype(x_BTHM.dtype), sin_TM[None, :, None, :].astype(x_BTHM.dtype)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
@@ -93,40 +94,42 @@ def rope_table(length: int, head_dim: int, theta: float):
     return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
 
 
-def attention(p, x_BTH, cos, sin, cfg: DemoConfig, implementation: str):
-    B, T, _ = x_BTH.shape
-    q = (x_BTH @ p["q"].T + p["q_bias"]).reshape(B, T, cfg.num_attention_heads, cfg.head_dim)
-    k = (x_BTH @ p["k"].T + p["k_bias"]).reshape(B, T, cfg.num_key_value_heads, cfg.head_dim)
-    v = (x_BTH @ p["v"].T + p["v_bias"]).reshape(B, T, cfg.num_key_value_heads, cfg.head_dim)
+def attention(p, x_BTD, cos, sin, cfg: DemoConfig, implementation: str):
+    """Causal attention of whole sequences, [B, T, D]; `implementation` as `jax.nn.dot_product_attention` names it."""
+    B, T, _ = x_BTD.shape
+    q = (x_BTD @ p["q"].T + p["q_bias"]).reshape(B, T, cfg.num_attention_heads, cfg.head_dim)
+    k = (x_BTD @ p["k"].T + p["k_bias"]).reshape(B, T, cfg.num_key_value_heads, cfg.head_dim)
+    v = (x_BTD @ p["v"].T + p["v_bias"]).reshape(B, T, cfg.num_key_value_heads, cfg.head_dim)
     out = jax.nn.dot_product_attention(
         rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True, implementation=implementation
     )
     return out.reshape(B, T, -1) @ p["o"].T
 
 
-def route(p, x_TH, top_k: int):
+def route(p, x_TD, top_k: int):
     """Router weights [T, E], zero outside the top-k and not renormalised; probabilities [T, E]; logits [T, E]."""
-    logits = jnp.einsum("th,eh->te", x_TH, p["router"], preferred_element_type=jnp.float32)
+    logits = jnp.einsum("td,ed->te", x_TD, p["router"], preferred_element_type=jnp.float32)
     probs = jax.nn.softmax(logits, axis=-1)
     kth = jax.lax.top_k(jax.lax.stop_gradient(probs), top_k)[0][:, -1:]
     return jnp.where(probs >= kth, probs, 0.0), probs, logits
 
 
-def experts(p, x_TH, weights_TE):
+def experts(p, x_TD, weights_TE):
     """sum_e w_e down_e(silu(gate_e x) * up_e x); the weight is applied before `down`, which is linear."""
-    gate = jnp.einsum("th,efh->tef", x_TH, p["expert_gate"])
-    up = jnp.einsum("th,efh->tef", x_TH, p["expert_up"])
-    hidden = jax.nn.silu(gate) * up * weights_TE[:, :, None].astype(x_TH.dtype)
-    return jnp.einsum("tef,ehf->th", hidden, p["expert_down"])
+    gate = jnp.einsum("td,efd->tef", x_TD, p["expert_gate"])
+    up = jnp.einsum("td,efd->tef", x_TD, p["expert_up"])
+    hidden = jax.nn.silu(gate) * up * weights_TE[:, :, None].astype(x_TD.dtype)
+    return jnp.einsum("tef,edf->td", hidden, p["expert_down"])
 
 
-def shared_expert(p, x_TH):
-    hidden = jax.nn.silu(x_TH @ p["shared_gate"].T) * (x_TH @ p["shared_up"].T)
-    return jax.nn.sigmoid(x_TH @ p["shared_expert_gate"].T) * (hidden @ p["shared_down"].T)
+def shared_expert(p, x_TD):
+    """The shared expert's part, [T, D], behind its own gate."""
+    hidden = jax.nn.silu(x_TD @ p["shared_gate"].T) * (x_TD @ p["shared_up"].T)
+    return jax.nn.sigmoid(x_TD @ p["shared_expert_gate"].T) * (hidden @ p["shared_down"].T)
 
 
 def forward(params: Params, ids_BT, cfg: DemoConfig, implementation: str = "xla", dtype=jnp.bfloat16):
-    """Final hidden states [B, T, H] and the routers' (weights, probs, logits), one per layer, each [B*T, E]."""
+    """Final hidden states [B, T, D] and the routers' (weights, probs, logits), one per layer, each [B*T, E]."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     B, T = ids_BT.shape
     cos, sin = rope_table(T, cfg.head_dim, cfg.rope_theta)
@@ -135,17 +138,17 @@ def forward(params: Params, ids_BT, cfg: DemoConfig, implementation: str = "xla"
     x, routed = params["embed"][ids_BT], []
     for p in params["layers"]:
         x = x + attention(p, rms_norm(x, p["input_norm"], cfg.rms_norm_eps), cos, sin, cfg, implementation)
-        m_TH = rms_norm(x, p["post_norm"], cfg.rms_norm_eps).reshape(B * T, -1)
-        route_l = route(p, m_TH, cfg.num_experts_per_tok)
-        x = x + moe(p, m_TH, route_l[0]).reshape(x.shape)
+        m_TD = rms_norm(x, p["post_norm"], cfg.rms_norm_eps).reshape(B * T, -1)
+        route_l = route(p, m_TD, cfg.num_experts_per_tok)
+        x = x + moe(p, m_TD, route_l[0]).reshape(x.shape)
         routed.append(route_l)
     return rms_norm(x, params["norm"], cfg.rms_norm_eps), routed
 
 
-def next_token_nats(params: Params, hidden_BTH, targets_BT):
+def next_token_nats(params: Params, hidden_BTD, targets_BT):
     """Cross-entropy in nats [B, T] and whether the likeliest token is the target [B, T]; tied head."""
-    embed = params["embed"].astype(hidden_BTH.dtype)
-    logits = jnp.einsum("bth,vh->btv", hidden_BTH, embed, preferred_element_type=jnp.float32)
+    embed = params["embed"].astype(hidden_BTD.dtype)
+    logits = jnp.einsum("btd,vd->btv", hidden_BTD, embed, preferred_element_type=jnp.float32)
     target = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - target, jnp.argmax(logits, axis=-1) == targets_BT
 

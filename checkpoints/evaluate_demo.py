@@ -15,7 +15,7 @@ from exercises import Exercise, addition_set, recall_set
 from tokenizers import Tokenizer
 
 PAD_ID = 1
-RECALL_DISTANCES = (50, 100, 200, 400, 800, 1200, 1500)
+RECALL_DISTANCES = (100, 200, 400, 800, 1200, 1500)
 RECALL_PAIRS = 8
 SAMPLE_PROMPTS = ("The old man", "It was a dark night and", "The government of the United States", "She said that")
 
@@ -128,9 +128,9 @@ def exercise_sets(evaluator: Evaluator, filler: str, num: int, seed: int = 1234)
     sets = {
         f"recall_{distance}": recall_set(seed, num, distance, RECALL_PAIRS, filler, encode)
         for distance in RECALL_DISTANCES
-        if 150 <= distance + 150 <= evaluator.length and distance >= 100
+        if distance + 150 <= evaluator.length
     }
-    sets["recall_50"] = recall_set(seed, num, 50, 4, filler, encode)
+    sets["recall_50"] = recall_set(seed, num, 50, 4, filler, encode)  # there is room for few codes only
     for a, b in ((2, 2), (2, 3), (3, 2), (3, 3)):
         sets[f"addition_{a}_{b}"] = addition_set(seed, num, a, b)
     return sets

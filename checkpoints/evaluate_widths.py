@@ -18,10 +18,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from demo_card import experts_bytes
+from demo_card import bf16_bytes, experts_bytes
+from demo_export import read_hub_folder
 from demo_model import DemoConfig, Params
 from evaluate_demo import Evaluator, exercise_sets, read_eval_texts
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint
@@ -29,34 +29,6 @@ from pagedweight_jax.config import DOWN, GATE_UP
 from pallas_kernels.bitplane import dequantize_pages
 
 ADDITIONS = ("addition_2_2", "addition_2_3", "addition_3_2", "addition_3_3")
-
-
-def read_hub_folder(folder: Path, cfg: DemoConfig) -> Params:
-    """Returns the folder's weights as the training model's parameters, float32."""
-    tensors = {name: np.asarray(w, np.float32) for name, w in load_file(folder / "model.safetensors").items()}
-
-    def stack(prefix: str, part: str) -> np.ndarray:
-        return np.stack([tensors[f"{prefix}mlp.experts.{e}.{part}_proj.weight"] for e in range(cfg.num_experts)])
-
-    def layer(index: int) -> dict:
-        prefix = f"model.layers.{index}."
-        names = {
-            "input_norm": "input_layernorm.weight",
-            "post_norm": "post_attention_layernorm.weight",
-            **{n: f"self_attn.{n}_proj.weight" for n in "qkvo"},
-            **{f"{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
-            "router": "mlp.gate.weight",
-            "shared_expert_gate": "mlp.shared_expert_gate.weight",
-            **{f"shared_{n}": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
-        }
-        dense = {ours: tensors[prefix + hub] for ours, hub in names.items()}
-        return dense | {f"expert_{part}": stack(prefix, part) for part in ("gate", "up", "down")}
-
-    return {
-        "embed": tensors["model.embed_tokens.weight"],
-        "norm": tensors["model.norm.weight"],
-        "layers": [layer(index) for index in range(cfg.num_hidden_layers)],
-    }
 
 
 def at_width(params: Params, checkpoint: PagedCheckpoint, bits: int) -> Params:
@@ -94,7 +66,7 @@ def card_table(results: dict[str, dict], hub_config: dict) -> str:
         "|---" * (4 + len(texts)) + "|",
     ]
     for name, result in results.items():
-        num_bytes = 31_457_280 if name == "bf16" else experts_bytes(hub_config, int(name))[2]
+        num_bytes = bf16_bytes(hub_config) if name == "bf16" else experts_bytes(hub_config, int(name))[2]
         cells = []
         for text in texts:
             value, base = result["perplexity"][text], results["bf16"]["perplexity"][text]
@@ -122,6 +94,8 @@ def main() -> None:
     cfg = DemoConfig()
     evaluator = Evaluator(cfg, tokenizer, cfg.max_position_embeddings, 8, "xla", jnp.float32)
     read = read_eval_texts(args.eval)
+    if not read:
+        parser.error(f"{args.eval}: none of the evaluation texts is there")
     texts = {name: np.array(evaluator.encode(text), np.int32) for name, text in read.items()}
     if args.max_windows:
         texts = {name: ids[: args.max_windows * evaluator.length] for name, ids in texts.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from demo_data import read_documents, tokenize_corpus, window_starts
-from demo_export import export_hub_folder, hub_tensors
+from demo_export import export_hub_folder, hub_tensors, read_hub_folder
 from demo_model import DemoConfig, forward, init_params, num_parameters, route, routing_losses
 from demo_state import TrainState, load_state, save_state
 from evaluate_demo import wikitext_lines_joined
@@ -116,6 +116,13 @@ def test_exported_names_hold_the_right_matrices(params):
     expert = np.asarray(params["layers"][1]["expert_up"][2])
     assert np.array_equal(tensors["model.layers.1.mlp.experts.2.up_proj.weight"].astype(np.float32), expert)
     assert "lm_head.weight" not in tensors
+
+
+def test_an_exported_folder_is_read_back_whole(tmp_path, params):
+    export_hub_folder(params, TINY, tmp_path)
+    read = read_hub_folder(tmp_path, TINY)
+    assert jax.tree.structure(read) == jax.tree.structure(params)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(params), strict=True))
 
 
 def test_every_hundredth_document_is_kept_for_validation(tmp_path, demo_tokenizer):

@@ -95,5 +95,3 @@ def test_a_step_of_exercises_depends_on_its_number_alone(tmp_path, corpus, demo_
     assert ids.shape == codes.shape == (3, 257)
     assert np.array_equal(ids, same)
     assert not np.array_equal(ids, other)
-
-
