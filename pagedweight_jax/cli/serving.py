@@ -7,10 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pagedweight_jax.cli.common import format_size, parse_size, print_json, progress_bars
-
-MAX_MODEL_LEN = 2048
-MAX_ROWS = 8
-CHUNK_TOKENS = 128
+from pagedweight_jax.config import ServeConfig
 
 
 def add_verbs(verbs) -> None:
@@ -30,9 +27,12 @@ def add_verbs(verbs) -> None:
         "--mode", choices=("frozen", "dynamic"), default="frozen", help="fixed bits, or as the planner serves it"
     )
     verb.add_argument("--bits", type=int, help="one bitwidth for all experts (frozen; default: what --memory gives)")
-    verb.add_argument("--window", type=int, default=MAX_MODEL_LEN, help=f"tokens of a window (default {MAX_MODEL_LEN})")
+    verb.add_argument(
+        "--window", type=int, default=ServeConfig.max_model_len, help="tokens of a window (default %(default)s)"
+    )
     verb.add_argument("--limit", type=int, help="score this many windows at most")
-    verb.add_argument("--rows", type=int, help=f"windows scored together (default 1 frozen, {MAX_ROWS} dynamic)")
+    most_rows = ServeConfig.max_num_seqs
+    verb.add_argument("--rows", type=int, help=f"windows scored together (default 1 frozen, {most_rows} dynamic)")
     _add_common(verb)
 
 
@@ -44,18 +44,17 @@ def _add_common(verb) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     from pagedweight_jax.checkpoint.paged import open_checkpoint
-    from pagedweight_jax.config import ServeConfig
     from pagedweight_jax.serving.llm import LLM
     from pagedweight_jax.serving.request import SamplingParams
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     manifest = open_checkpoint(args.checkpoint).manifest
-    max_model_len = min(MAX_MODEL_LEN, manifest.config.max_position_embeddings)
+    max_model_len = min(ServeConfig.max_model_len, manifest.config.max_position_embeddings)
     config = ServeConfig(
         memory_bytes=1,
-        max_num_seqs=min(MAX_ROWS, len(args.prompt)),
+        max_num_seqs=min(ServeConfig.max_num_seqs, len(args.prompt)),
         max_model_len=max_model_len,
-        prefill_chunk_tokens=min(CHUNK_TOKENS, max_model_len),
+        prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, max_model_len),
     )
     config = _with_budget(config, manifest, args.memory)
     total = len(args.prompt) * args.max_tokens
@@ -82,19 +81,18 @@ def evaluate(args: argparse.Namespace) -> int:
     from pagedweight_jax.calibrate.text import read_text
     from pagedweight_jax.checkpoint.paged import open_checkpoint
     from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
-    from pagedweight_jax.config import ServeConfig
     from pagedweight_jax.evaluate.perplexity import perplexity, score_served, split_windows
     from pagedweight_jax.serving.engine import Engine
 
     checkpoint = open_checkpoint(args.checkpoint)
     tokens = load_tokenizer(args.checkpoint)(read_text(args.text), verbose=False).input_ids
     windows = split_windows(tokens, args.window, args.limit)
-    rows = args.rows if args.rows is not None else 1 if args.mode == "frozen" else MAX_ROWS
+    rows = args.rows if args.rows is not None else 1 if args.mode == "frozen" else ServeConfig.max_num_seqs
     config = ServeConfig(
         memory_bytes=1,
         max_num_seqs=rows,
         max_model_len=args.window,
-        prefill_chunk_tokens=min(CHUNK_TOKENS, args.window),
+        prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, args.window),
         mode=args.mode,
         bits=args.bits,
     )
