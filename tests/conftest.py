@@ -126,3 +126,28 @@ def hf_folder(tmp_path_factory, save_hf, save_tokenizer):
     letters = np.random.default_rng(0).choice(list("etaoin shrdlu,."), 4096)
     (folder / "text" / "calibration.txt").write_text("".join(letters))
     return folder
+
+
+@pytest.fixture
+def run_cli(capsys):
+    """The function ``run_cli(*argv) -> (exit code, stdout, stderr)``, of one verb of the command line."""
+    from pagedweight_jax.cli import main
+
+    def run(*argv):
+        code = main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def relative_error():
+    """The function ``relative_error(out, ref)``: ‖out - ref‖/‖ref‖ in float64, of the whole or of the worst row."""
+
+    def error(out, ref) -> float:
+        ref = np.asarray(ref, np.float64)
+        difference = np.asarray(out, np.float64) - ref
+        rows = np.linalg.norm(difference, axis=-1) / np.linalg.norm(ref, axis=-1)
+        return max(np.linalg.norm(difference) / np.linalg.norm(ref), np.max(rows))
+
+    return error

@@ -25,17 +25,6 @@ def converted(hf_folder, tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a verb: (exit code, stdout, stderr)."""
-
-    def run(*argv):
-        code = main([str(argument) for argument in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def refused(result):
     """The one line of a refusal."""
     code, out, err = result
@@ -45,19 +34,19 @@ def refused(result):
     return err
 
 
-def test_convert_says_what_it_did(run, hf_folder, tmp_path):
-    code, out, err = run("convert", hf_folder, tmp_path / "out", *SMALL)
+def test_convert_says_what_it_did(run_cli, hf_folder, tmp_path):
+    code, out, err = run_cli("convert", hf_folder, tmp_path / "out", *SMALL)
     assert code == 0
     assert out.splitlines()[0] == str(tmp_path / "out")
     assert "qwen2_moe" in out
     assert err == f"calibration text: {hf_folder / 'text' / 'calibration.txt'}\n"
 
 
-def test_convert_prints_json_and_takes_another_text(run, hf_folder, tmp_path):
+def test_convert_prints_json_and_takes_another_text(run_cli, hf_folder, tmp_path):
     text = tmp_path / "other.txt"
     text.write_text("the quick brown fox " * 40)
-    code, out, err = run("convert", hf_folder, tmp_path / "out", "--bits", 3, "--samples", 2, "--text", text, "--json",
-                         "--sequence-length", 64, "--seed", 5)  # fmt: skip
+    options = ("--bits", 3, "--samples", 2, "--text", text, "--json", "--sequence-length", 64, "--seed", 5)
+    code, out, err = run_cli("convert", hf_folder, tmp_path / "out", *options)
     assert code == 0
     summary = json.loads(out)
     assert [width["bits"] for width in summary["widths"]] == [3]
@@ -65,8 +54,8 @@ def test_convert_prints_json_and_takes_another_text(run, hf_folder, tmp_path):
     assert "calibration text" not in err
 
 
-def test_inspect_prints_the_arithmetic(run, converted):
-    code, out, err = run("inspect", converted, "--json")
+def test_inspect_prints_the_arithmetic(run_cli, converted):
+    code, out, err = run_cli("inspect", converted, "--json")
     assert (code, err) == (0, "")
     summary = json.loads(out)
     assert summary["path"] == str(converted)
@@ -95,72 +84,72 @@ def test_inspect_prints_the_arithmetic(run, converted):
     assert summary["calibration"]["experts"] == 8
 
 
-def test_inspect_fits_a_terminal_of_80_columns(run, converted, monkeypatch):
+def test_inspect_fits_a_terminal_of_80_columns(run_cli, converted, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run("inspect", converted)
+    code, out, _ = run_cli("inspect", converted)
     assert code == 0
     assert "…" not in out
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert [line.split()[0] for line in out.splitlines() if line.lstrip()[:1].isdigit()][-3:] == ["2", "3", "4"]
 
 
-def test_verify_finds_nothing_wrong_or_says_what_is(run, converted, tmp_path):
-    code, out, err = run("verify", converted)
+def test_verify_finds_nothing_wrong_or_says_what_is(run_cli, converted, tmp_path):
+    code, out, err = run_cli("verify", converted)
     assert (code, err) == (0, "")
     assert str(converted) in out
-    assert json.loads(run("verify", converted, "--json")[1])["ok"] is True
+    assert json.loads(run_cli("verify", converted, "--json")[1])["ok"] is True
 
     copy = shutil.copytree(converted, tmp_path / "copy")
     (copy / "tokenizer.json").write_text("{}")
     (copy / "text" / "calibration.txt").unlink()
-    code, out, err = run("verify", copy)
+    code, out, err = run_cli("verify", copy)
     assert (code, out) == (2, "")
     assert sorted(line.split(": ")[0] for line in err.splitlines()) == [
         str(copy / "text" / "calibration.txt"), str(copy / "tokenizer.json")
     ]  # fmt: skip
-    code, out, _ = run("verify", copy, "--json")
+    code, out, _ = run_cli("verify", copy, "--json")
     assert code == 2
     assert json.loads(out) == {"path": str(copy), "ok": False, "problems": err.splitlines()}
 
 
-def test_mistakes_are_one_line_and_exit_code_2(run, hf_folder, converted, tmp_path):
-    assert "no such folder" in refused(run("inspect", tmp_path / "nowhere"))
-    assert "no such folder" in refused(run("verify", tmp_path / "nowhere"))
-    assert "no manifest.json" in refused(run("inspect", hf_folder))
-    assert "exists already (--overwrite replaces it)" in refused(run("convert", hf_folder, converted))
-    assert "bits 0..8" in refused(run("convert", hf_folder, tmp_path / "out", "--bits", "0..8"))
-    assert "bits 'wide'" in refused(run("convert", hf_folder, tmp_path / "out", "--bits", "wide"))
+def test_mistakes_are_one_line_and_exit_code_2(run_cli, hf_folder, converted, tmp_path):
+    assert "no such folder" in refused(run_cli("inspect", tmp_path / "nowhere"))
+    assert "no such folder" in refused(run_cli("verify", tmp_path / "nowhere"))
+    assert "no manifest.json" in refused(run_cli("inspect", hf_folder))
+    assert "exists already (--overwrite replaces it)" in refused(run_cli("convert", hf_folder, converted))
+    assert "bits 0..8" in refused(run_cli("convert", hf_folder, tmp_path / "out", "--bits", "0..8"))
+    assert "bits 'wide'" in refused(run_cli("convert", hf_folder, tmp_path / "out", "--bits", "wide"))
     assert "is not a folder that can be written to" in refused(
-        run("convert", hf_folder, hf_folder / "config.json" / "out", *SMALL)
+        run_cli("convert", hf_folder, hf_folder / "config.json" / "out", *SMALL)
     )
     text = tmp_path / "short.txt"
     text.write_text("short")
-    code, out, err = run("convert", hf_folder, tmp_path / "out", "--text", text)
+    code, out, err = run_cli("convert", hf_folder, tmp_path / "out", "--text", text)
     assert (code, out) == (2, "")
     assert "5 tokens are 0 sequences of 512, need 100" in err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_file_is_one_line_too(run, monkeypatch):
+def test_a_missing_file_is_one_line_too(run_cli, monkeypatch):
     def missing(args):
         Path("/nowhere/at/all").read_text()
 
     monkeypatch.setattr("pagedweight_jax.cli.checkpoint.inspect", missing)
-    assert "/nowhere/at/all" in refused(run("inspect", "x"))
+    assert "/nowhere/at/all" in refused(run_cli("inspect", "x"))
 
 
-def test_other_errors_are_not_hidden(run, monkeypatch):
+def test_other_errors_are_not_hidden(run_cli, monkeypatch):
     def broken(args):
         raise ZeroDivisionError
 
     monkeypatch.setattr("pagedweight_jax.cli.checkpoint.inspect", broken)
     with pytest.raises(ZeroDivisionError):
-        run("inspect", "x")
+        run_cli("inspect", "x")
 
 
-def test_overwrite(run, hf_folder, converted, tmp_path):
+def test_overwrite(run_cli, hf_folder, converted, tmp_path):
     copy = shutil.copytree(converted, tmp_path / "copy")
-    code, out, _ = run("convert", hf_folder, copy, "--overwrite", "--json", *SMALL, "--bits", "3..3")
+    code, out, _ = run_cli("convert", hf_folder, copy, "--overwrite", "--json", *SMALL, "--bits", "3..3")
     assert code == 0
     assert [width["bits"] for width in json.loads(out)["widths"]] == [3]
 

@@ -22,19 +22,8 @@ def checkpoint(hf_folder, tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a verb: (exit code, stdout, stderr)."""
-
-    def run(*argv):
-        code = main([str(argument) for argument in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def test_generate_continues_every_prompt(run, checkpoint):
-    code, out, err = run(
+def test_generate_continues_every_prompt(run_cli, checkpoint):
+    code, out, err = run_cli(
         "generate", checkpoint, "--prompt", "the rain", "--prompt", "in spain", "--max-tokens", 9, "--json"
     )
     assert code == 0
@@ -46,10 +35,10 @@ def test_generate_continues_every_prompt(run, checkpoint):
     assert "mean bits 6.00, budget" in err
 
 
-def test_evaluate_measures_what_dense_code_measures(run, checkpoint, hf_folder, tmp_path):
+def test_evaluate_measures_what_dense_code_measures(run_cli, checkpoint, hf_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    code, out, _ = run("evaluate", checkpoint, "--text", text, "--window", 128, "--limit", 3, "--json")
+    code, out, _ = run_cli("evaluate", checkpoint, "--text", text, "--window", 128, "--limit", 3, "--json")
     assert code == 0
     result = json.loads(out)
     assert (result["windows"], result["window_tokens"], result["mode"]) == (3, 128, "frozen")
@@ -72,9 +61,9 @@ def test_evaluate_measures_what_dense_code_measures(run, checkpoint, hf_folder, 
         (["--memory", "100KiB"], "a budget of 100.0 KiB is too small"),
     ],
 )
-def test_evaluate_refuses_in_one_line(run, checkpoint, tmp_path, options, message):
+def test_evaluate_refuses_in_one_line(run_cli, checkpoint, tmp_path, options, message):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    code, out, err = run("evaluate", checkpoint, "--text", text, "--window", 64, *options)
+    code, out, err = run_cli("evaluate", checkpoint, "--text", text, "--window", 64, *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err

@@ -10,23 +10,18 @@ from pagedweight_jax.models.layers import activation, matmul, mlp, rms_norm, rop
 from pagedweight_jax.models.weights import MLPWeights
 
 
-def relative_error(out, ref):
-    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
-    return np.linalg.norm(out - ref) / np.linalg.norm(ref)
-
-
 def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def test_rms_norm_is_the_definition():
+def test_rms_norm_is_the_definition(relative_error):
     x_TD, w_D = normal(5, 48), normal(48, seed=1)
     ref = x_TD / np.sqrt(np.mean(x_TD.astype(np.float64) ** 2, -1, keepdims=True) + 1e-5) * w_D
     assert relative_error(rms_norm(jnp.asarray(x_TD), jnp.asarray(w_D), 1e-5), ref) < 1e-6
     assert relative_error(rms_norm(jnp.asarray(x_TD), jnp.asarray(w_D), 1e-1), ref) > 1e-3  # eps matters
 
 
-def test_rms_norm_statistics_are_float32():
+def test_rms_norm_statistics_are_float32(relative_error):
     x_TD = jnp.asarray(1 + 0.01 * normal(3, 4096), jnp.bfloat16)  # a bfloat16 sum of squares would stop at 256
     out_TD = rms_norm(x_TD, jnp.ones(4096, jnp.bfloat16), 1e-6)
     assert out_TD.dtype == jnp.bfloat16
@@ -34,7 +29,7 @@ def test_rms_norm_statistics_are_float32():
     assert relative_error(out_TD, x64_TD / np.sqrt(np.mean(x64_TD**2, -1, keepdims=True))) < 2e-3
 
 
-def test_rope_turns_pairs_by_position():
+def test_rope_turns_pairs_by_position(relative_error):
     x_THM, positions_T, theta = normal(6, 3, 10), np.array([0, 1, 2, 9, 100, 511]), 500.0
     pairs = x_THM[..., :5].astype(np.complex128) + 1j * x_THM[..., 5:]
     angle = positions_T[:, None] * theta ** (-2 * np.arange(5) / 10)
@@ -62,7 +57,7 @@ def test_matmul_adds_bfloat16_products_in_float32():
     np.testing.assert_allclose(out_TN, 4096 * float(w_CN[0, 0]), rtol=1e-6)
 
 
-def test_mlp_is_the_definition():
+def test_mlp_is_the_definition(relative_error):
     x_TD, down_FD = normal(4, 20), normal(28, 20, seed=3)
     gate_DF, up_DF = normal(20, 28, seed=1), normal(20, 28, seed=2)
     g = x_TD.astype(np.float64) @ gate_DF
@@ -79,7 +74,7 @@ def test_activation_names_what_it_supports():
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
-def test_dense_attention_is_the_definition(window):
+def test_dense_attention_is_the_definition(window, relative_error):
     T, H, J, M, scale = 9, 6, 2, 10, 0.3
     q_THM, k_TJM, v_TJM = normal(T, H, M), normal(T, J, M, seed=1), normal(T, J, M, seed=2)
     ref = np.zeros((T, H, M))

@@ -57,15 +57,8 @@ def torch_logits(model, tokens_T):
         return model(torch.tensor(tokens_T)[None]).logits[0].float().numpy()
 
 
-def relative_error(out, ref):
-    """Of the whole, and of the worst row: the larger of the two."""
-    difference, ref = np.asarray(out, np.float64) - ref, np.asarray(ref, np.float64)
-    rows = np.linalg.norm(difference, axis=-1) / np.linalg.norm(ref, axis=-1)
-    return max(np.linalg.norm(difference) / np.linalg.norm(ref), rows.max())
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case, save_hf, tmp_path):
+def test_logits_equal_transformers(case, save_hf, tmp_path, relative_error):
     model = save_hf(tmp_path, max_shard_size="60KB", seed=1, **CASES[case])
     config = load_config(tmp_path)
     weights = load_weights(tmp_path, config, jnp.float32)
@@ -110,7 +103,7 @@ def renormalise(weights):
 
 
 @pytest.mark.parametrize("wrong", [swap_experts, swap_gate_and_up, swap_norms, drop_windows, renormalise])
-def test_a_wrong_model_is_far_outside_the_tolerance(wrong, plain):
+def test_a_wrong_model_is_far_outside_the_tolerance(wrong, plain, relative_error):
     weights, tokens_T, ref_TV = plain
     assert relative_error(dense(weights, tokens_T), ref_TV) < TOLERANCE
     assert relative_error(dense(wrong(weights), tokens_T), ref_TV) > 1000 * TOLERANCE

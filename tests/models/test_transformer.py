@@ -22,11 +22,6 @@ def weights(tiny_config):
     return init_weights(tiny_config(**MIXED), jax.random.key(1))
 
 
-def relative_error(out, ref):
-    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
-    return np.linalg.norm(out - ref) / np.linalg.norm(ref)
-
-
 def cast(weights, dtype):
     return jax.tree.map(lambda w: w.astype(dtype), weights)
 
@@ -62,7 +57,7 @@ def empty_cache(config, rows, length):
     return jnp.zeros(shape), jnp.zeros(shape)
 
 
-def test_decoding_rows_at_their_own_positions_equals_the_whole_sequence(weights):
+def test_decoding_rows_at_their_own_positions_equals_the_whole_sequence(weights, relative_error):
     lengths = (9, 5, 7)
     tokens_BS = np.random.default_rng(0).integers(0, weights.config.vocab_size, (3, 9))
     step = jax.jit(decode_step)
@@ -114,7 +109,7 @@ def test_blocks_are_named_for_profiles(weights):
         assert f"/{scope}/" in text
 
 
-def test_bfloat16_stays_near_float32_and_gives_float32_logits(weights):
+def test_bfloat16_stays_near_float32_and_gives_float32_logits(weights, relative_error):
     rounded = cast(weights, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype(jnp.bfloat16)}
     tokens_T = jnp.arange(16)
@@ -123,7 +118,7 @@ def test_bfloat16_stays_near_float32_and_gives_float32_logits(weights):
     assert relative_error(out_TV, dense(cast(rounded, jnp.float32), tokens_T)) < 3e-2
 
 
-def test_random_weights_are_reproducible_and_complete(tiny_config):
+def test_random_weights_are_reproducible_and_complete(tiny_config, relative_error):
     config = tiny_config(**MIXED, tie_word_embeddings=True, qkv_bias=False, shared_expert_intermediate_size=0)
     a, b = init_weights(config, jax.random.key(3)), init_weights(config, jax.random.key(3))
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))

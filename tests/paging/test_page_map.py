@@ -7,6 +7,7 @@ import pytest
 from pagedweight_jax.paging.arena import WEIGHT, FrameAllocator
 from pagedweight_jax.paging.page_map import PageMap, page_map, page_map_update
 from pagedweight_jax.paging.table import (
+    RETIRING,
     begin_offload,
     begin_reload,
     commit_lower,
@@ -73,7 +74,7 @@ def test_updates_keep_the_map_current(world):
     device_map = jax.tree.map(jnp.array, page_map(table))
     table = commit_lower(table, np.argwhere(table.committed_LEU > 2), 2)
     table = begin_offload(table, surplus_pages(table))
-    table, freed = retire(table, pages_in(table, 3))
+    table, freed = retire(table, pages_in(table, RETIRING))
     allocator.give(np.random.default_rng(0).permutation(freed))
     none = page_map_update(table, np.empty((0, 4), int), 64)
     device_map = publish(device_map, table.committed_LEU.astype(np.int32), *none)
