@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import MLPWeights
-from pallas_kernels.moe_ffn.api import ACTIVATIONS
+from pallas_kernels.moe_ffn.pages import ACTIVATIONS
 
 Activation = Callable[[jax.Array], jax.Array]
 

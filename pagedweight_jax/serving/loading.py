@@ -25,7 +25,7 @@ from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.ledger import Ledger, format_bytes, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
-from pallas_kernels.paged_attention.api import SPLIT_TOKENS
+from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
 BATCH_PAGES = 8
 """Pages that cross from the host together."""
@@ -176,6 +176,12 @@ def _check(manifest: PagedManifest, config: ServeConfig) -> None:
     model = manifest.config
     if config.bits is not None and not manifest.min_bits <= config.bits <= manifest.max_bits:
         raise UserError(f"bits {config.bits}: the checkpoint has {manifest.min_bits}..{manifest.max_bits}")
+    head_bytes = model.head_dim * jnp.dtype(config.kv_dtype).itemsize
+    if manifest.frame_bytes % head_bytes:
+        raise UserError(
+            f"kv_dtype {config.kv_dtype}: a frame of {manifest.frame_bytes} bytes does not hold whole heads of "
+            f"{head_bytes} bytes"
+        )
     if config.max_model_len > model.max_position_embeddings:
         raise UserError(
             f"max_model_len {config.max_model_len} exceeds the model's context of "
@@ -277,10 +283,20 @@ def _start_bits(
 def _load_pages(
     checkpoint: PagedCheckpoint, table: PageTable, arena_AW: jax.Array, device: jax.Device, progress: Progress
 ) -> tuple[jax.Array, HostPool]:
-    """Fills the host pool leaf by leaf, and the arena with the pages that start on the device."""
+    """Fills the host pool leaf by leaf, and the arena with the pages that start on the device.
+
+    ``BATCH_PAGES`` pages are on their way at a time: loading stays within the ledger's staging memory.
+    """
+
+    def land(leaf: np.ndarray, frames_EF: np.ndarray) -> None:
+        nonlocal arena_AW
+        held = np.flatnonzero(frames_EF[:, 0] >= 0)
+        for begin in range(0, len(held), BATCH_PAGES):
+            batch = np.resize(held[begin : begin + BATCH_PAGES], BATCH_PAGES)  # a short batch repeats its pages
+            staged = jax.device_put(leaf[batch], device)
+            arena_AW = jax.block_until_ready(steps.land_pages(arena_AW, staged, frames_EF[batch]))
 
     def leaves():
-        nonlocal arena_AW
         num_layers = table.state_LEUP.shape[0]
         for layer in range(num_layers):
             progress("load", layer, num_layers)
@@ -288,9 +304,7 @@ def _load_pages(
                 for page in range(layout.max_bits):
                     leaf = checkpoint.load_pages(layer, kind, page)
                     start, stop = layout.page_starts[page : page + 2]
-                    frames_EF = table.frames[layer][kind][:, start:stop]
-                    frames_EF = np.where(frames_EF < 0, arena_AW.shape[0], frames_EF)
-                    arena_AW = steps.land_pages(arena_AW, jax.device_put(leaf, device), frames_EF)
+                    land(leaf, table.frames[layer][kind][:, start:stop])
                     yield layer, kind, page, leaf
         progress("load", num_layers, num_layers)
 

@@ -42,7 +42,8 @@ class Programs:
             memory = program.memory_analysis()
             return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
-        return max(own(p) for p in (self.prefill, self.score, self.decode, self.assign_row, *self.land.values()))
+        programs = (self.prefill, self.score, self.decode, self.assign_row, self.publish, *self.land.values())
+        return max(own(program) for program in programs)
 
 
 def compile_programs(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.paging.page_map import PageMap
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.paged_attention.api import KVLayout
+from pallas_kernels.paged_attention.layout import KVLayout
 
 MAX_STOP_IDS = 8
 

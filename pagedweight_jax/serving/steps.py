@@ -17,7 +17,8 @@ from pagedweight_jax.models.weights import MoEWeights, Weights
 from pagedweight_jax.paging.page_map import PageMap
 from pagedweight_jax.serving.sampling import sample
 from pagedweight_jax.serving.state import DecodeState
-from pallas_kernels.moe_ffn.api import WeightPages, moe_ffn
+from pallas_kernels.moe_ffn.api import moe_ffn
+from pallas_kernels.moe_ffn.pages import WeightPages
 from pallas_kernels.paged_attention.api import paged_attention, write_kv
 
 
@@ -122,7 +123,12 @@ def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens):
 
 @partial(jax.jit, donate_argnames="state")
 def prefill_step(
-    weights: Weights, state: DecodeState, row: jax.Array, tokens_T: jax.Array, num_tokens: jax.Array, budget: jax.Array
+    weights: Weights,
+    state: DecodeState,
+    row: jax.Array,
+    tokens_T: jax.Array,
+    num_tokens: jax.Array,
+    max_tokens: jax.Array,
 ) -> tuple[DecodeState, jax.Array]:
     """Returns (state, token int32): the next chunk of a row's prompt is in the cache, and the token after it is drawn.
 
@@ -132,14 +138,14 @@ def prefill_step(
       row: int32 scalar.
       tokens_T: int32, one chunk, padded; its shape decides the compiled program.
       num_tokens: int32, how many of them count.
-      budget: int32, tokens that the row may generate after this chunk; 0 for all chunks but the last. The drawn token
-        is the first of them.
+      max_tokens: int32, tokens that the row may generate after this chunk; 0 for all chunks but the last. The drawn
+        token is the first of them.
     """
     state, hidden_TD = _prefill(weights, state, row, tokens_T, num_tokens)
     logits_V = transformer.logits(weights, hidden_TD[num_tokens - 1][None])
     position = state.lengths_B[row][None]
     token = sample(logits_V, state.temperature_B[row][None], state.seed_B[row][None], position)[0]
-    remaining = jnp.where(jnp.any(token == state.stop_ids_BS[row]), 0, jnp.maximum(budget - 1, 0))
+    remaining = jnp.where(jnp.any(token == state.stop_ids_BS[row]), 0, jnp.maximum(max_tokens - 1, 0))
     state = state.replace(
         last_tokens_B=state.last_tokens_B.at[row].set(token),
         remaining_B=state.remaining_B.at[row].set(remaining),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.api import WeightPages
+from pallas_kernels.moe_ffn.pages import WeightPages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.api import ACTIVATIONS, WeightPages
+from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
 FIELD_BITS = 4, 8
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
-from pallas_kernels.moe_ffn.api import ACTIVATIONS, WeightPages
+from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
 
 def read_block(arena_AW: jax.Array, frames_F: jax.Array, bits: jax.Array, layout: BlockLayout) -> jax.Array:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.api import SPLIT_TOKENS, KVLayout, from_words
+from pallas_kernels.paged_attention.layout import SPLIT_TOKENS, KVLayout, from_words
 
 
 def read_kv(arena_AW: jax.Array, frames_BGF: jax.Array, layout: KVLayout) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bitplane import BlockLayout, pack_page
-from pallas_kernels.moe_ffn.api import WeightPages, moe_ffn
+from pallas_kernels.moe_ffn.api import moe_ffn
+from pallas_kernels.moe_ffn.pages import WeightPages
 
 E, D, F, FRAME_WORDS, BITS = 5, 64, 32, 512, (3, 6)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe_ffn import reference
-from pallas_kernels.moe_ffn.api import WeightPages
+from pallas_kernels.moe_ffn import api, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec, abstract_args
+from pallas_kernels.moe_ffn.pages import WeightPages
 from pallas_kernels.moe_ffn.pallas_triton import moe_ffn
 
 POISON = 0xFFFFFFFF  # as codes all ones, as float16 NaN
@@ -141,7 +141,8 @@ def test_real_sizes_lower_to_triton(name, num_tokens):
     spec = SPECS[name]
     args = abstract_args(spec, num_tokens, num_frames=600_000)
     with cuda_device():
-        lowered = jax.jit(partial(moe_ffn, activation=spec.activation)).trace(*args).lower(lowering_platforms=("cuda",))
+        run = jax.jit(partial(api.moe_ffn, activation=spec.activation, implementation="triton"))
+        lowered = run.trace(*args).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count('name = "gate_up"') == 1
     assert text.count('name = "down"') == 1

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention.api import KVLayout, paged_attention, write_kv
+from pallas_kernels.paged_attention.api import paged_attention, write_kv
+from pallas_kernels.paged_attention.layout import KVLayout
 
 H, J, M, FRAME_WORDS = 4, 2, 16, 128
 

@@ -18,7 +18,7 @@ from pagedweight_jax.serving.kv_blocks import KVBlocks
 from pagedweight_jax.serving.request import Request, SamplingParams
 from pagedweight_jax.serving.scheduler import Scheduler
 from pagedweight_jax.serving.state import Geometry
-from pallas_kernels.paged_attention.api import KVLayout
+from pallas_kernels.paged_attention.layout import KVLayout
 
 STOP, TOKEN = 0, 1
 BLOCK_TOKENS, LAYERS = 16, 2
