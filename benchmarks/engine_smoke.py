@@ -22,8 +22,8 @@ from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.paging import table as pt
 from pagedweight_jax.paging.arena import WEIGHT
 from pagedweight_jax.serving.engine import Engine
-from pagedweight_jax.serving.ledger import format_bytes
 from pagedweight_jax.serving.request import SamplingParams
+from pagedweight_jax.units import format_size
 
 GIB = 1 << 30
 
@@ -86,9 +86,9 @@ def trade(checkpoint, device, ample_bytes, prompt_tokens):
     budget_bytes = fixed_bytes + top_bytes + kv_bytes // 4
     planner = PlannerConfig(low_watermark_blocks=32, high_watermark_blocks=64, max_reload_bytes=256 << 20)
     engine = Engine(checkpoint, dataclasses.replace(ample, memory_bytes=budget_bytes, planner=planner), device)
-    print(f"budget {format_bytes(budget_bytes)}")
+    print(f"budget {format_size(budget_bytes)}")
     for name, num_bytes in engine.ledger.rows():
-        print(f"  {name:36s} {format_bytes(num_bytes):>12s}")
+        print(f"  {name:36s} {format_size(num_bytes):>12s}")
     program = engine.programs.decode.memory_analysis()
     pointer = engine.state.arena_AW.unsafe_buffer_pointer()
     start_bits = engine.residency.mean_bits

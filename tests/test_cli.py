@@ -11,8 +11,8 @@ import pytest
 
 from pagedweight_jax.cli import main
 from pagedweight_jax.cli.checkpoint import parse_bits
-from pagedweight_jax.cli.common import format_count, format_size, parse_size
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.units import format_count, format_size, parse_size
 
 SMALL = ["--bits", "2..4", "--samples", "8", "--sequence-length", "64"]
 

@@ -58,7 +58,7 @@ def test_evaluate_measures_what_dense_code_measures(run_cli, checkpoint, hf_fold
         (["--bits", 6, "--mode", "dynamic"], "bits=6 needs mode='frozen'"),
         (["--window", 4096], "the text has 540 tokens, a window takes 4096"),
         (["--window", 520], "max_model_len 520 exceeds the model's context of 512 tokens"),
-        (["--memory", "100KiB"], "a budget of 100.0 KiB is too small"),
+        (["--memory", "100KiB"], "a budget of 100 KiB is too small"),
     ],
 )
 def test_evaluate_refuses_in_one_line(run_cli, checkpoint, tmp_path, options, message):

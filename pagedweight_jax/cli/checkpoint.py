@@ -10,8 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pagedweight_jax.cli.common import format_count, format_size, print_json, progress_bars
+from pagedweight_jax.cli.common import print_json, progress_bars
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.units import format_count, format_size
 
 
 def add_verbs(verbs) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pagedweight_jax.cli.common import parse_size, print_json, progress_bars
+from pagedweight_jax.cli.common import print_json, progress_bars
+from pagedweight_jax.units import parse_size
 
 
 def add_verbs(verbs) -> None:

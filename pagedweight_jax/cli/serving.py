@@ -6,8 +6,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pagedweight_jax.cli.common import format_size, parse_size, print_json, progress_bars
+from pagedweight_jax.cli.common import print_json, progress_bars
 from pagedweight_jax.config import ServeConfig
+from pagedweight_jax.units import format_size, parse_size
 
 
 def add_verbs(verbs) -> None:

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.events import BoundaryEvent
-from pagedweight_jax.serving.ledger import format_bytes
 from pagedweight_jax.serving.request import Request
+from pagedweight_jax.units import format_size
 
 WEIGHTS, KV, RELEASING, FREE, FIXED = "#0072B2", "#E69F00", "#56B4E9", "grey30", "grey50"
 """Okabe and Ito's colours, as in the figure."""
@@ -82,14 +82,14 @@ class LiveView:
         facts.add_row(
             "moves",
             f"{sum(len(e.lowered) for e in events)} blocks lowered, {sum(len(e.raised) for e in events)} raised, "
-            f"{format_bytes(sum(e.moved_bytes for e in events))} brought back",
+            f"{format_size(sum(e.moved_bytes for e in events))} brought back",
         )
         body: list[RenderableType] = [_bar(parts, width), _legend(parts), Text(), facts]
         shown = next((r for r in requests if r.generated and not r.finish_reason), None)
         if shown:
             text = " ".join(self._decode(shown.generated[-TEXT_TOKENS:]).split())
             body += [Text(), Text(f"request {shown.number}  …{text[-(2 * width - 16) :]}", style="italic")]
-        return Panel(Group(*body), title=f"budget {format_bytes(ledger.budget_bytes)}", width=width + 4)
+        return Panel(Group(*body), title=f"budget {format_size(ledger.budget_bytes)}", width=width + 4)
 
 
 def token_rate(events: Sequence[BoundaryEvent]) -> float:
@@ -102,8 +102,8 @@ def token_rate(events: Sequence[BoundaryEvent]) -> float:
 def _line(events: Sequence[BoundaryEvent]) -> str:
     event = events[-1]
     return (
-        f"boundary {len(events) - 1:3d}: {event.rows} running, KV {format_bytes(event.kv_bytes):>9}, "
-        f"weights {format_bytes(event.weight_bytes):>9}, mean bits {event.mean_bits:.2f}, "
+        f"boundary {len(events) - 1:3d}: {event.rows} running, KV {format_size(event.kv_bytes):>9}, "
+        f"weights {format_size(event.weight_bytes):>9}, mean bits {event.mean_bits:.2f}, "
         f"{token_rate(events):4.0f} tokens/s"
     )
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from pagedweight_jax.demo.compare import Row
 from pagedweight_jax.demo.workload import Arrival
 from pagedweight_jax.serving.engine import Engine
-from pagedweight_jax.serving.ledger import format_bytes
 from pagedweight_jax.serving.request import Request
+from pagedweight_jax.units import format_size
 
 TEXT_WIDTH = 40
 MIB = 2**20
@@ -34,9 +34,9 @@ def memory_table(rows: Sequence[tuple[str, int]]) -> Table:
     budget_bytes = sum(size for _, size in rows)
     table = _table("What the memory budget is made of", ("", "bytes", "share"))
     for name, size in rows:
-        table.add_row(name, format_bytes(size), f"{size / budget_bytes:.1%}")
+        table.add_row(name, format_size(size), f"{size / budget_bytes:.1%}")
     table.add_section()
-    table.add_row("budget", format_bytes(budget_bytes), "", style="bold")
+    table.add_row("budget", format_size(budget_bytes), "", style="bold")
     return table
 
 

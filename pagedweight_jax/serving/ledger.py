@@ -7,15 +7,7 @@ import jax
 
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.serving.state import Geometry
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Returns a size such as ``12.3 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
+from pagedweight_jax.units import format_size
 
 
 def tree_bytes(tree) -> int:
@@ -90,10 +82,10 @@ def plan_ledger(
     if left_bytes < floor_bytes + one_request_bytes:
         kv_tokens = max(0, (left_bytes - floor_bytes) // block_bytes) * block_tokens
         raise UserError(
-            f"a budget of {format_bytes(budget_bytes)} is too small: {format_bytes(fixed_bytes)} for dense weights, "
-            f"tables and temporaries, {format_bytes(floor_bytes)} for the experts at their lowest bitwidth and "
-            f"{format_bytes(one_request_bytes)} for one request of {geometry.max_model_len} tokens make "
-            f"{format_bytes(fixed_bytes + floor_bytes + one_request_bytes)}; the longest context that fits is "
+            f"a budget of {format_size(budget_bytes)} is too small: {format_size(fixed_bytes)} for dense weights, "
+            f"tables and temporaries, {format_size(floor_bytes)} for the experts at their lowest bitwidth and "
+            f"{format_size(one_request_bytes)} for one request of {geometry.max_model_len} tokens make "
+            f"{format_size(fixed_bytes + floor_bytes + one_request_bytes)}; the longest context that fits is "
             f"{kv_tokens} tokens"
         )
     return Ledger(

@@ -22,9 +22,10 @@ from pagedweight_jax.paging.table import PageTable, bytes_table, initial_table
 from pagedweight_jax.planning.calibration import Calibration
 from pagedweight_jax.planning.planner import initial_bits
 from pagedweight_jax.serving import steps
-from pagedweight_jax.serving.ledger import Ledger, format_bytes, plan_ledger, tree_bytes
+from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
+from pagedweight_jax.units import format_size
 from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
 BATCH_PAGES = 8
@@ -274,8 +275,8 @@ def _start_bits(
     needed_bytes = bits_LEU[..., 0].size * int(bytes_UQ[:, config.bits - calibration.min_bits].sum())
     if needed_bytes > weight_bytes:
         raise UserError(
-            f"{config.bits} bits take {format_bytes(needed_bytes)}; the arena of {format_bytes(ledger.arena_bytes)} "
-            f"less {kv_blocks} KV blocks of {format_bytes(geometry.block_bytes)} leaves {format_bytes(weight_bytes)}"
+            f"{config.bits} bits take {format_size(needed_bytes)}; the arena of {format_size(ledger.arena_bytes)} "
+            f"less {kv_blocks} KV blocks of {format_size(geometry.block_bytes)} leaves {format_size(weight_bytes)}"
         )
     return bits_LEU
 

@@ -69,7 +69,7 @@ def test_lines_come_now_and_then():
             view.update([])
     lines = file.getvalue().splitlines()
     assert [line.split(":")[0] for line in lines] == ["boundary   0", "boundary  10", "boundary  20"]
-    assert "2 running, KV   3.0 MiB, weights   5.0 MiB, mean bits 4.00,   16 tokens/s" in lines[2]
+    assert "2 running, KV  3.00 MiB, weights  5.00 MiB, mean bits 4.00,   16 tokens/s" in lines[2]
 
 
 def test_a_terminal_shows_memory_bits_and_text():
