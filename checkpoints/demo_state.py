@@ -3,7 +3,6 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -11,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from demo_model import Params
+from flax import struct
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class TrainState:
     """Float32 weights, optimizer moments and the place in the schedule.
 
@@ -42,4 +42,4 @@ def load_state(path: Path, like: TrainState) -> TrainState:
     with np.load(path) as file:
         leaves = [jnp.asarray(file[f"leaf_{i}"]) for i in range(structure.num_leaves)]
         params, opt_state = jax.tree.unflatten(structure, leaves)
-        return replace(like, params=params, opt_state=opt_state, **json.loads(str(file["place"])))
+        return like.replace(params=params, opt_state=opt_state, **json.loads(str(file["place"])))

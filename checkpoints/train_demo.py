@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -195,7 +195,7 @@ def train(args, cfg: DemoConfig, recipe: Recipe, tokenizer: Tokenizer, evaluator
         params, opt_state, log = step_fn(
             state.params, state.opt_state, corpus_on_device, starts, next(stream), np.float32(lr), np.float32(balance)
         )
-        return replace(state, params=params, opt_state=opt_state, step=state.step + 1), log | {"lr": lr}
+        return state.replace(params=params, opt_state=opt_state, step=state.step + 1), log | {"lr": lr}
 
     def report(state: TrainState, log: dict) -> dict:
         row = {"step": state.step} | {name: round(float(value), 6) for name, value in log.items()}
@@ -211,14 +211,14 @@ def train(args, cfg: DemoConfig, recipe: Recipe, tokenizer: Tokenizer, evaluator
     began, saved_at, seconds_before = clock(), clock(), state.seconds
     if not state.total_steps:
         state, step_seconds = timed_steps(state, advance)
-        state = replace(state, total_steps=fitted_steps(step_seconds, args, recipe))
+        state = state.replace(total_steps=fitted_steps(step_seconds, args, recipe))
     with open(args.state / "log.jsonl", "a") as log_file:
         while state.step < state.total_steps and clock() < 60 * args.stop_after:
             state, log = advance(state)
             if state.step % recipe.log_every == 0:
                 log_file.write(json.dumps(report(state, log)) + "\n")
                 log_file.flush()
-            state = replace(state, seconds=seconds_before + clock() - began)
+            state = state.replace(seconds=seconds_before + clock() - began)
             if clock() - saved_at > SAVE_EVERY_SECONDS:
                 save_state(state_path, state)
                 saved_at = clock()
