@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer that lies beside a model's weights, in a Hugging Face folder as in a paged checkpoint."""
 
+import os
 from pathlib import Path
 
 from pagedweight_jax.errors import UserError
@@ -14,6 +15,7 @@ def load_tokenizer(folder: Path):
     Raises:
       UserError: there is none.
     """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises PyTorch, which nothing here needs
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
     if not any((Path(folder) / name).is_file() for name in VOCABULARIES):  # transformers would make up an empty one
