@@ -2,6 +2,7 @@
 """Frozen configurations: the model's, the pages', the planner's and the server's. No defaults are read elsewhere."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from pagedweight_jax.errors import UserError
@@ -10,6 +11,9 @@ GATE_UP, DOWN = 0, 1
 """The linear-block kinds u: indices of every axis U."""
 
 KINDS = ("gate_up", "down")
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What weights are computed in, and what the KV cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +130,14 @@ class ServeConfig:
 
     def __post_init__(self):
         for name in ("memory_bytes", "max_num_seqs", "max_model_len", "prefill_chunk_tokens", "steps_per_call"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 1:
+                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}")
+        for name, choices in (("dtype", (*DTYPES, None)), ("kv_dtype", DTYPES)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
+        if self.kv_tokens is not None and self.kv_tokens < 0:
+            raise UserError(f"kv_tokens must not be negative, got {self.kv_tokens}")
         if self.mode not in ("dynamic", "frozen"):
             raise UserError(f"mode must be dynamic or frozen, got {self.mode!r}")
         if self.bits is not None and self.mode != "frozen":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request: what was asked, and how far it has come."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,10 +30,13 @@ class SamplingParams:
     def __post_init__(self):
         if self.max_tokens < 1:
             raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not self.temperature >= 0:
-            raise UserError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must lie in 0..2^32-1, got {self.seed}")
+        for token in self.stop_token_ids:
+            if not 0 <= token < 2**31:
+                raise UserError(f"stop tokens must lie in 0..2^31-1, got {token}")
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Returns every token that ends the request.
@@ -40,7 +44,7 @@ class SamplingParams:
         Raises:
           UserError: more than the device's table holds.
         """
-        stops = tuple(dict.fromkeys(self.stop_token_ids + (() if self.ignore_eos else eos_token_ids)))
+        stops = tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids))))
         if len(stops) > MAX_STOP_IDS:
             raise UserError(f"a request may have at most {MAX_STOP_IDS} stop tokens, got {len(stops)}")
         return stops

@@ -241,11 +241,23 @@ def test_bad_configurations_are_refused(tiny, changes, message):
 def test_bad_options_are_refused():
     with pytest.raises(UserError, match="needs mode='frozen'"):
         replace(CONFIG, bits=4)
-    with pytest.raises(UserError, match="steps_per_call must be at least 1, got 0"):
+    with pytest.raises(UserError, match="steps_per_call must be a whole number, at least 1, got 0"):
         replace(CONFIG, steps_per_call=0)
-    with pytest.raises(UserError, match="temperature"):
-        SamplingParams(temperature=-0.5)
+    with pytest.raises(UserError, match=r"memory_bytes must be a whole number, at least 1, got 48000000\.0"):
+        replace(CONFIG, memory_bytes=48e6)
+    with pytest.raises(UserError, match="kv_tokens must not be negative, got -1"):
+        replace(CONFIG, kv_tokens=-1)
+    with pytest.raises(UserError, match="kv_dtype must be one of float32, bfloat16, float16, got 'int8'"):
+        replace(CONFIG, kv_dtype="int8")
+    with pytest.raises(UserError, match="dtype must be one of float32, bfloat16, float16, None, got 'int32'"):
+        replace(CONFIG, dtype="int32")
+    for temperature in (-0.5, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=f"temperature must be 0 .greedy. or a positive number, got {temperature}"):
+            SamplingParams(temperature=temperature)
     with pytest.raises(UserError, match="max_tokens must be at least 1"):
         SamplingParams(max_tokens=0)
     with pytest.raises(UserError, match="seed must lie"):
         SamplingParams(seed=-1)
+    for token in (-1, 2**31):
+        with pytest.raises(UserError, match=rf"stop tokens must lie in 0\.\.2\^31-1, got {token}"):
+            SamplingParams(stop_token_ids=[7, token])
