@@ -172,7 +172,7 @@ class Engine:
                 preempted=tuple(r.number for _, r in schedule.preempted),
                 finished=tuple(r.number for r in finished),
                 tokens=num_tokens,
-                context_tokens=sum(len(r.tokens) for r in self.scheduler.running.values()),
+                context_tokens=sum(r.num_tokens for r in self.scheduler.running.values()),
                 kv_bytes=self.allocator.count(KV) * frame_bytes,
                 weight_bytes=self.allocator.count(WEIGHT) * frame_bytes,
                 releasing_bytes=self.allocator.count(RETIRED) * frame_bytes,
@@ -197,8 +197,15 @@ class Engine:
         return finished
 
     def freeze(self) -> None:
-        """Ends page movement: from the next boundary on bits change by ``lower_to`` alone."""
+        """Ends page movement: what is on its way is dropped, and from here on bits change by ``lower_to`` alone.
+
+        Raises:
+          RuntimeError: the engine has work; it was accepted for all the memory that lower bits could give.
+        """
+        if self.has_work:
+            raise RuntimeError("an engine can be frozen only while it has no requests")
         self.config = replace(self.config, mode="frozen")
+        self._lower(self.residency.table.committed_LEU)
 
     def lower_to(self, bits: int) -> None:
         """Lowers every block that runs at more than ``bits`` bits to it, at this boundary: uniform widths by hand.
@@ -209,7 +216,10 @@ class Engine:
         table = self.residency.table
         if not table.min_bits <= bits <= table.max_bits:
             raise UserError(f"bits {bits}: the checkpoint has {table.min_bits}..{table.max_bits}")
-        desired_LEU = np.minimum(table.desired_LEU, bits)
+        self._lower(np.minimum(table.desired_LEU, bits))
+
+    def _lower(self, desired_LEU: np.ndarray) -> None:
+        table = self.residency.table
         plan = MovePlan.between(table.desired_LEU, desired_LEU, table.bytes_UQ, table.min_bits)
         self.residency.retire()
         self.state, _, _ = self.residency.lower(self.state, plan)

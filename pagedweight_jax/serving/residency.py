@@ -53,8 +53,9 @@ class Residency:
 
     @property
     def can_release(self) -> bool:
-        """True while frames can still come from weights: bits above the floor, or pages being retired."""
-        return bool((self.table.desired_LEU > self.table.min_bits).any() or len(self.retiring_pages))
+        """True while frames can still come from weights: bits above the floor, or pages on their way out."""
+        above_floor = (self.table.desired_LEU > self.table.min_bits).any()
+        return bool(above_floor or len(self.retiring_pages) or self.unwanted_frames)
 
     @property
     def unwanted_frames(self) -> int:

@@ -11,8 +11,9 @@ import pytest
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint, save
-from pagedweight_jax.config import KINDS
+from pagedweight_jax.config import KINDS, PlannerConfig, ServeConfig
 from pagedweight_jax.models.weights import ExpertWeights, Weights, init_weights, without_experts
+from pagedweight_jax.serving.engine import Engine
 from pallas_kernels.bitplane import pack_page
 
 MIN_BITS, MAX_BITS, FRAME_BYTES = 3, 6, 1024
@@ -46,8 +47,40 @@ class Tiny:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, tiny_config) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "paged", tiny_config(max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="session")
+def flat(tmp_path_factory, tiny_config) -> Tiny:
+    """A checkpoint whose values are the same at every bitwidth: whatever the planner does, the tokens must not change.
+
+    Its pages still differ, so that one read before it landed, or from another's frames, shows.
+    """
+    return make_tiny(tmp_path_factory.mktemp("flat") / "paged", tiny_config(max_position_embeddings=2048), flat=True)
+
+
+@pytest.fixture(scope="session")
+def flat_engine(flat):
+    """A dynamic engine over ``flat``, idle between tests: contexts of 96 tokens, chunks and KV blocks of 16.
+
+    Its cache is float32: a preempted request's tokens come back through prefill, which rounds other than decode does.
+    """
+    config = ServeConfig(
+        memory_bytes=8 << 20,  # beside this the estimate of temporaries wastes little, so programs are compiled once
+        max_num_seqs=4,
+        max_model_len=96,
+        prefill_chunk_tokens=16,
+        steps_per_call=4,
+        kv_dtype="float32",
+        planner=PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=1, hysteresis_boundaries=1),
+    )
+    engine = Engine(flat.checkpoint, config)
+    yield engine
+    engine.close()
+
+
+def make_tiny(path, config, flat=False) -> Tiny:
     rng = np.random.default_rng(11)
-    config = tiny_config(max_position_embeddings=2048)
     dense = without_experts(init_weights(config, jax.random.key(7)))
     L, E = config.num_sparse_layers, config.num_experts
     widths = MAX_BITS - MIN_BITS + 1
@@ -68,6 +101,8 @@ def tiny(tmp_path_factory, tiny_config) -> Tiny:
             shape = (E, layout.rows, layout.columns)
             codes[layer, kind] = rng.integers(0, 2**MAX_BITS, shape, dtype=np.uint8)
             top = np.sort(rng.normal(size=(E, layout.rows, 2**MAX_BITS)), axis=-1) * layout.columns**-0.5
+            if flat:  # as float16, so that the means of equal values are exact
+                top = np.repeat(top[..., :: 2 ** (widths - 1)].astype(np.float16), 2 ** (widths - 1), axis=-1)
             luts[layer, kind] = {
                 b: top.reshape(E, layout.rows, 2**b, -1).mean(axis=-1).astype(np.float16)
                 for b in range(MIN_BITS, MAX_BITS + 1)
@@ -86,6 +121,5 @@ def tiny(tmp_path_factory, tiny_config) -> Tiny:
             "calibration/importance/down": np.ones((L, E, config.moe_intermediate_size), np.float32),
         }
     )
-    path = tmp_path_factory.mktemp("tiny") / "paged"
     save(path, manifest, groups, files={})
     return Tiny(open_checkpoint(path), dense, codes, luts)
