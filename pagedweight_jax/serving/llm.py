@@ -63,22 +63,26 @@ class LLM:
         Raises:
           UserError: a prompt that cannot be served, with its place in ``prompts``.
         """
+        if isinstance(prompts, str):
+            raise UserError(f"prompts must be a list, got one text of {len(prompts)} characters")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise UserError(f"got {len(prompts)} prompts and {len(params)} sampling parameters")
         requests: list[Request] = []
-        for place, (prompt, one) in enumerate(zip(prompts, params)):
-            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            try:
-                requests.append(self.engine.add_request(tuple(tokens), one))
-            except UserError as error:
-                for request in requests:
-                    self.engine.cancel(request)
-                raise UserError(f"prompt {place}: {error}") from error
-        while self.engine.has_work:
-            self.engine.step()
-            on_step(self)
+        try:
+            for place, (prompt, one) in enumerate(zip(prompts, params)):
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                try:
+                    requests.append(self.engine.add_request(tuple(tokens), one))
+                except UserError as error:
+                    raise UserError(f"prompt {place}: {error}") from error
+            while self.engine.has_work:
+                self.engine.step()
+                on_step(self)
+        finally:  # an error or an interrupt leaves nothing behind; what has ended is past cancelling
+            for request in requests:
+                self.engine.cancel(request)
         text_of = self.tokenizer.decode if any(isinstance(prompt, str) for prompt in prompts) else None
         return [self._output(request, text_of) for request in requests]
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline generation: outputs in order, mistakes in one line, and nothing left behind by a run that ends early."""
+
+import pytest
+
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.serving.llm import LLM
+from pagedweight_jax.serving.request import SamplingParams
+
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(flat, flat_engine, monkeypatch):
+    """Not closed: its engine is everybody's."""
+    monkeypatch.setattr("pagedweight_jax.serving.llm.Engine", lambda *args, **kwargs: flat_engine)
+    return LLM(flat.checkpoint.path, flat_engine.config)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    prompts = [(9,) * 60, (1, 2, 3), (7,)]
+    lengths = (2, 30, 7)
+    outputs = llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert [len(o.token_ids) for o in outputs] == list(lengths)
+    assert {o.finish_reason for o in outputs} == {"length"}
+    assert {o.text for o in outputs} == {None}
+    (alone,) = llm.generate(prompts[1:2], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert alone == outputs[1]
+    assert llm.generate([], FOUR) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("Once upon a time", FOUR, "prompts must be a list, got one text of 16 characters"),
+        ([(1, 2), ()], FOUR, "prompt 1: a prompt needs at least 1 token, got 0"),
+        ([(1, 2), (3, 128)], FOUR, "prompt 1: prompt token 1 is 128, the vocabulary is 0..127"),
+        ([(1, 2), (3,) * 93], FOUR, "prompt 1: a prompt of 93 tokens and 4 to generate make 97, max_model_len is 96"),
+        ([(1, 2), "Once"], FOUR, "{path}: no tokenizer (none of tokenizer.json, vocab.json, tokenizer.model)"),
+        ([(1, 2)], [FOUR, FOUR], "got 1 prompts and 2 sampling parameters"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_request(llm, prompts, params, message):
+    with pytest.raises(UserError) as error:
+        llm.generate(prompts, params)
+    assert str(error.value) == message.format(path=llm.path)
+    assert not llm.engine.has_work
+
+
+def test_an_interrupt_leaves_no_request(llm):
+    def interrupt(llm):
+        if len(llm.engine.events) == first + 3:
+            raise KeyboardInterrupt
+
+    first = len(llm.engine.events)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([(1, 2, 3)] * 9, SamplingParams(max_tokens=80, ignore_eos=True), on_step=interrupt)
+    assert not llm.engine.has_work
+    llm.engine.check_invariants()
+    assert llm.engine.blocks.used_blocks == 0
