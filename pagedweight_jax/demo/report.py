@@ -29,14 +29,15 @@ def memory_rows(engine: Engine) -> list[tuple[str, int]]:
     return rows[:place] + split + rows[place + 1 :]
 
 
-def memory_table(rows: Sequence[tuple[str, int]]) -> Table:
-    """Returns ``memory_rows`` as a table."""
+def memory_table(rows: Sequence[tuple[str, int]], host_bytes: int) -> Table:
+    """Returns ``memory_rows`` as a table, and under it what the host holds."""
     budget_bytes = sum(size for _, size in rows)
     table = _table("What the memory budget is made of", ("", "bytes", "share"))
     for name, size in rows:
         table.add_row(name, format_size(size), f"{size / budget_bytes:.1%}")
     table.add_section()
     table.add_row("budget", format_size(budget_bytes), "", style="bold")
+    table.caption = f"Besides, in pinned host memory: a copy of every page, {format_size(host_bytes)}."
     return table
 
 

@@ -124,7 +124,7 @@ def run_demo(
     try:
         engine.step()  # the log begins with an idle server
         memory = report.memory_rows(engine)
-        stdout.print(report.memory_table(memory))
+        stdout.print(report.memory_table(memory, engine.host_bytes))
         arrivals = make_workload(
             tokens[windows.size :] or tokens,
             lambda text: tokenizer(text, add_special_tokens=False).input_ids,

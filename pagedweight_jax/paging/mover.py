@@ -135,6 +135,12 @@ class PageMover:
             self._returned_bytes = sum(self._bytes(transfer) for transfer in landed)
         return landed
 
+    @property
+    def staged_bytes(self) -> int:
+        """Device bytes of pages that are under way, have arrived, or were returned by the last ``poll``."""
+        with self._changed:
+            return self._staged_bytes
+
     def drain(self) -> Iterator[Transfer]:
         """Yields all that is started and not yet returned, in the order of issue, waiting for it; raises as ``poll``.
 

@@ -28,6 +28,7 @@ from pagedweight_jax.planning.planner import plan_reload, plan_step, target_byte
 from pagedweight_jax.planning.queue import MovePlan, PlanQueue
 from pagedweight_jax.serving.events import BoundaryEvent
 from pagedweight_jax.serving.kv_blocks import KVBlocks
+from pagedweight_jax.serving.ledger import tree_bytes
 from pagedweight_jax.serving.loading import BATCH_PAGES, load
 from pagedweight_jax.serving.request import Request, SamplingParams
 from pagedweight_jax.serving.residency import Residency
@@ -177,7 +178,7 @@ class Engine:
                 weight_bytes=self.allocator.count(WEIGHT) * frame_bytes,
                 releasing_bytes=self.allocator.count(RETIRED) * frame_bytes,
                 free_bytes=self.allocator.count(FREE) * frame_bytes,
-                device_bytes=self.ledger.total_bytes,
+                device_bytes=self._held_bytes(),
                 budget_bytes=self.ledger.budget_bytes,
                 free_blocks=observation.kv.free_blocks,
                 pending_blocks=observation.kv.pending_blocks,
@@ -231,6 +232,11 @@ class Engine:
     @property
     def _dynamic(self) -> bool:
         return self.config.mode == "dynamic" and self.config.planner.page_movement
+
+    def _held_bytes(self) -> int:
+        """Device bytes at this moment, counted from the arrays themselves."""
+        arrays_bytes = tree_bytes(self.weights) + tree_bytes(self.state)
+        return arrays_bytes + self.residency.mover.staged_bytes + self.ledger.temporary_bytes
 
     def _most_blocks(self) -> int:
         """KV blocks that fit beside the weights: at their floor if they may move, else as they are."""

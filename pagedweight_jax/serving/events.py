@@ -22,7 +22,8 @@ class BoundaryEvent:
       tokens: generated tokens that the host saw.
       context_tokens: tokens of all running requests that the host knows.
       kv_bytes, weight_bytes, releasing_bytes, free_bytes: the arena's share of each.
-      device_bytes: the ledger's sum, never above ``budget_bytes``.
+      device_bytes: what the engine's arrays, pages in transfer and programs' temporaries take at this boundary; never
+        above ``budget_bytes``.
       free_blocks, pending_blocks: as the planner saw them.
       target_bytes: D of eq. 7.
       mean_bits: committed bits, mean over blocks weighted by their number of weights.
