@@ -39,7 +39,28 @@ def test_convert_says_what_it_did(run_cli, hf_folder, tmp_path):
     assert code == 0
     assert out.splitlines()[0] == str(tmp_path / "out")
     assert "qwen2_moe" in out
-    assert err == f"calibration text: {hf_folder / 'text' / 'calibration.txt'}\n"
+    text, peak = err.splitlines()
+    assert text == f"calibration text: {hf_folder / 'text' / 'calibration.txt'}"
+    assert peak.startswith("peak host memory ")
+    assert "128 KiB of hidden states in memory" in peak  # 8 x 64 tokens of 64 float32
+
+
+def test_a_dry_run_reads_no_weight_and_writes_nothing(run_cli, hf_folder, converted, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedweight_jax.checkpoint.hf._tensors", None)
+    code, out, _ = run_cli("convert", hf_folder, tmp_path / "out", *SMALL, "--dry-run", "--json", "--ram", "100KiB")
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+    costs = json.loads(out)
+    file_bytes = (hf_folder / "model.safetensors").stat().st_size
+    assert 0.9 * file_bytes < costs["read_bytes"] < file_bytes  # without its header
+    assert costs["hidden_bytes"] == 8 * 64 * 64 * 4
+    assert costs["dense_bytes"] == json.loads(run_cli("inspect", converted, "--json")[1])["dense_bytes"]
+    assert not costs["hidden_in_memory"]
+    pages = sum(path.stat().st_size for path in (converted / "arrays" / "pages").rglob("*") if path.is_file())
+    assert 0.5 * pages < costs["pages_bytes"] < costs["disk_bytes"]
+    code, out, _ = run_cli("convert", hf_folder, tmp_path / "out", *SMALL, "--dry-run")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["reads", "writes", "disk", "memory"]
 
 
 def test_convert_prints_json_and_takes_another_text(run_cli, hf_folder, tmp_path):
@@ -51,6 +72,7 @@ def test_convert_prints_json_and_takes_another_text(run_cli, hf_folder, tmp_path
     summary = json.loads(out)
     assert [width["bits"] for width in summary["widths"]] == [3]
     assert summary["calibration"]["seed"] == 5
+    assert summary["conversion"]["peak_bytes"] > summary["conversion"]["layer_bytes"] > 0
     assert "calibration text" not in err
 
 
@@ -84,6 +106,21 @@ def test_inspect_prints_the_arithmetic(run_cli, converted):
     assert summary["calibration"]["experts"] == 8
 
 
+def test_inspect_reports_coverage_by_layer(run_cli, converted):
+    from pagedweight_jax.checkpoint.paged import open_checkpoint
+
+    layers = json.loads(run_cli("inspect", converted, "--json")[1])["calibration"]["layers"]
+    tokens_LE = open_checkpoint(converted).tokens
+    assert [layer["layer"] for layer in layers] == [0, 1]
+    for layer, tokens_E in zip(layers, tokens_LE):
+        seen = sorted(tokens_E.tolist())
+        assert layer["tokens_per_expert"] == {"fewest": seen[0], "median": (seen[1] + seen[2]) / 2, "most": seen[3]}
+        assert layer["uncalibrated_share"] == sum(tokens < 32 for tokens in seen) / 4
+    fewest, share = layers[0]["tokens_per_expert"]["fewest"], layers[0]["uncalibrated_share"]
+    lines = [line.split() for line in run_cli("inspect", converted)[1].splitlines()]
+    assert [line[-1] for line in lines if line[:2] == ["0", str(fewest)]] == [f"{share:.0%}"]
+
+
 def test_inspect_fits_a_terminal_of_80_columns(run_cli, converted, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run_cli("inspect", converted)
@@ -110,6 +147,17 @@ def test_verify_finds_nothing_wrong_or_says_what_is(run_cli, converted, tmp_path
     code, out, _ = run_cli("verify", copy, "--json")
     assert code == 2
     assert json.loads(out) == {"path": str(copy), "ok": False, "problems": err.splitlines()}
+
+
+def test_verify_recomputes_errors_from_the_source(run_cli, hf_folder, converted):
+    code, out, err = run_cli("verify", converted, "--source", hf_folder, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert (result["ok"], result["blocks"]) == (True, 16)
+    assert result["worst_relative_difference"] < 1e-6
+    code, out, _ = run_cli("verify", converted, "--source", hf_folder)
+    assert code == 0
+    assert "the errors of 16 linear-blocks are the stored sensitivities" in out
 
 
 def test_mistakes_are_one_line_and_exit_code_2(run_cli, hf_folder, converted, tmp_path):

@@ -5,18 +5,19 @@ For column c of a linear-block, h_c = E[x_c^2] over the tokens routed to its exp
 feed-forward part for gate_up, and act(gate x) * (up x) for down.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.errors import UserError
+from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import Activation, activation, matmul
-from pagedweight_jax.models.transformer import forward
-from pagedweight_jax.models.weights import ExpertWeights, MoEWeights, Weights
+from pagedweight_jax.models.transformer import decoder_layer
+from pagedweight_jax.models.weights import ExpertWeights, LayerWeights
 
 BLOCK_TOKENS = 64
 """Tokens of one expert that are multiplied at once."""
@@ -25,17 +26,17 @@ BLOCK_TOKENS = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class InputMoments:
-    """Second moments of the experts' inputs; 0 where an expert saw no token.
+    """Second moments of the inputs of one layer's experts; 0 where an expert saw no token.
 
     Attributes:
-      gate_up_LEC: float64[L, E, D], E[x_c^2] of the inputs of gate and up.
-      down_LEC: float64[L, E, F], the same of the inputs of down.
-      tokens_LE: int64[L, E], how many tokens they average over.
+      gate_up_EC: float64[E, D], E[x_c^2] of the inputs of gate and up.
+      down_EC: float64[E, F], the same of the inputs of down.
+      tokens_E: int64[E], how many tokens they average over.
     """
 
-    gate_up_LEC: np.ndarray
-    down_LEC: np.ndarray
-    tokens_LE: np.ndarray
+    gate_up_EC: np.ndarray
+    down_EC: np.ndarray
+    tokens_E: np.ndarray
 
 
 def _blocks_by_expert(ids_TK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
@@ -83,71 +84,77 @@ def _measured_experts(
     return y_TD, (gate_up_ED, down_EF, jnp.bincount(ids_TK.reshape(-1), length=num_experts))
 
 
-@jax.jit
-def _batch_sums(weights: Weights, tokens_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns one batch's sums of x^2 [L, E, D], of h^2 [L, E, F] and of tokens [L, E]."""
-    config = weights.config
-    act = activation(config.hidden_act)
-    experts_L = [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, MoEWeights)]
-    B, S = tokens_BS.shape
+@partial(jax.jit, static_argnums=(0, 1))
+def _run_batch(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.Array):
+    """Returns sums of x^2 [E, D], of h^2 [E, F] and of tokens [E] (None for a dense layer), and the layer's output."""
+    B, S, D = x_BSD.shape
 
-    def attend(carry, layer, *qkv):
+    def attend(sums, layer, *qkv):
         def one_sequence(q_SHM, k_SJM, v_SJM):
             return dense_attention(q_SHM, k_SJM, v_SJM, config.head_dim**-0.5, config.windows[layer])
 
         o_BSHM = jax.vmap(one_sequence)(*(x.reshape(B, S, *x.shape[1:]) for x in qkv))
-        return carry, o_BSHM.reshape(B * S, *o_BSHM.shape[2:])
+        return sums, o_BSHM.reshape(B * S, *o_BSHM.shape[2:])
 
-    def experts(carry, sparse_layer, m_TD, ids_TK, weights_TK):
-        y_TD, sums = _measured_experts(m_TD, ids_TK, weights_TK, experts_L[sparse_layer], act)
-        return (*carry, sums), y_TD
+    def experts(_, sparse_layer, m_TD, ids_TK, weights_TK):
+        y_TD, sums = _measured_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, activation(config.hidden_act))
+        return sums, y_TD
 
     positions_T = jnp.tile(jnp.arange(S), B)
-    sums_L, _ = forward(weights, tokens_BS.reshape(-1), positions_T, (), attend, experts)
-    return tuple(jnp.stack(sums) for sums in zip(*sums_L))
+    sums, x_TD = decoder_layer(config, layer, w, x_BSD.reshape(B * S, D), positions_T, None, attend, experts)
+    return sums, x_TD.reshape(B, S, D)
 
 
-def collect_moments(weights: Weights, batches: Iterable[np.ndarray]) -> InputMoments:
-    """Returns the second moments of every routed expert's inputs over calibration text, its experts in full precision.
+def run_layer(
+    config: ModelConfig,
+    layer: int,
+    w: LayerWeights,
+    batches: Iterable[np.ndarray],
+    emit: Callable[[np.ndarray], None] = lambda x_BSD: None,
+) -> InputMoments | None:
+    """Returns the second moments of the routed experts' inputs in one layer; None if it is dense.
 
-    Sums are float32 within a batch and float64 across batches.
+    Run layer after layer on the outputs of the layer before, all in full precision, this calibrates a model of which
+    one layer is in memory. Sums are float32 within a batch and float64 across batches.
 
     Args:
-      weights: the model with its experts.
-      batches: int token ids [B, S], B whole sequences of S tokens each; each new shape compiles once.
-
-    Raises:
-      UserError: a token id is outside the model's vocabulary.
+      config: the model.
+      layer: among all layers.
+      w: its weights, with the experts.
+      batches: the hidden states that enter it, [B, S, D], B whole sequences of S tokens; each new shape compiles once.
+      emit: gets those that leave it, batch by batch.
     """
-    config = weights.config
-    L, E, F = config.num_sparse_layers, config.num_experts, config.moe_intermediate_size
-    gate_up_LEC, down_LEC = np.zeros((L, E, config.hidden_size)), np.zeros((L, E, F))
-    tokens_LE = np.zeros((L, E), np.int64)
-    for i, tokens_BS in enumerate(batches):
-        low, high, V = int(np.min(tokens_BS)), int(np.max(tokens_BS)), config.vocab_size
-        if low < 0 or high >= V:
-            raise UserError(f"calibration batch {i}: token ids {low}..{high} leave the vocabulary 0..{V - 1}")
-        batch = jax.device_get(_batch_sums(weights, jnp.asarray(tokens_BS)))
-        gate_up_LEC += batch[0]
-        down_LEC += batch[1]
-        tokens_LE += batch[2]
-    seen_LE1 = np.maximum(tokens_LE, 1)[..., None]
-    return InputMoments(gate_up_LEC=gate_up_LEC / seen_LE1, down_LEC=down_LEC / seen_LE1, tokens_LE=tokens_LE)
+    kinds = list(zip(config.sparse_layers, config.windows))
+    same = kinds.index(kinds[layer])  # layers alike compile once
+    w = jax.tree.map(jnp.asarray, w)
+    E = config.num_experts
+    gate_up_EC, down_EC = np.zeros((E, config.hidden_size)), np.zeros((E, config.moe_intermediate_size))
+    tokens_E = np.zeros(E, np.int64)
+    for x_BSD in batches:
+        sums, y_BSD = jax.device_get(_run_batch(config, same, w, jnp.asarray(x_BSD)))
+        emit(y_BSD)
+        if sums is not None:
+            gate_up_EC += sums[0]
+            down_EC += sums[1]
+            tokens_E += sums[2]
+    if not config.sparse_layers[layer]:
+        return None
+    seen_E1 = np.maximum(tokens_E, 1)[:, None]
+    return InputMoments(gate_up_EC=gate_up_EC / seen_E1, down_EC=down_EC / seen_E1, tokens_E=tokens_E)
 
 
 def importance(moments: InputMoments, min_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the columns' importance, gate_up float64[L, E, D] and down [L, E, F], and uncalibrated_LE, bool[L, E].
+    """Returns the columns' importance, gate_up float64[E, D] and down [E, F], and uncalibrated_E, bool[E].
 
     An expert of fewer than ``min_tokens`` (at least 1) calibration tokens is uncalibrated: it takes the mean over all
     routed tokens of its layer. A layer without any token counts all columns alike.
     """
-    tokens_LE1 = moments.tokens_LE[..., None]
-    uncalibrated_LE = moments.tokens_LE < max(min_tokens, 1)
+    tokens_E1 = moments.tokens_E[:, None]
+    uncalibrated_E = moments.tokens_E < max(min_tokens, 1)
 
-    def with_fallback(moment_LEC):
-        layer_tokens_L11 = tokens_LE1.sum(1, keepdims=True)
-        mean_L1C = (moment_LEC * tokens_LE1).sum(1, keepdims=True) / np.maximum(layer_tokens_L11, 1)
-        mean_L1C = np.where(layer_tokens_L11 > 0, mean_L1C, 1.0)
-        return np.where(uncalibrated_LE[..., None], mean_L1C, moment_LEC)
+    def with_fallback(moment_EC):
+        layer_tokens = tokens_E1.sum()
+        mean_C = (moment_EC * tokens_E1).sum(0) / layer_tokens if layer_tokens else 1.0
+        return np.where(uncalibrated_E[:, None], mean_C, moment_EC)
 
-    return with_fallback(moments.gate_up_LEC), with_fallback(moments.down_LEC), uncalibrated_LE
+    return with_fallback(moments.gate_up_EC), with_fallback(moments.down_EC), uncalibrated_E

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration text in, token sequences out."""
 
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,17 +13,49 @@ import numpy as np
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.errors import UserError
 
+OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+
+BETWEEN = "\n\n"
+"""What is written between two documents."""
+
 
 def read_text(path: Path) -> str:
-    """Returns the text of ``path``.
+    """Returns the text of a file, or of all files of a folder in the order of their names.
+
+    Names that end in .gz or .xz are unpacked first; .jsonl holds a document a line, in the field ``text``.
 
     Raises:
-      UserError: the file is missing, or is not UTF-8.
+      UserError: a file is missing, damaged, not UTF-8, or a line of it has no text; a folder has no file.
     """
+    if not path.is_dir():
+        return _read_file(path)
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    if not files:
+        raise UserError(f"{path}: a folder without files")
+    return BETWEEN.join(map(_read_file, files))
+
+
+def _read_file(path: Path) -> str:
+    packing = path.suffix if path.suffix in OPENERS else ""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with OPENERS.get(packing, open)(path, "rt", encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({type(error).__name__})") from error
+    return BETWEEN.join(_documents(path, text)) if path.name.endswith(f".jsonl{packing}") else text
+
+
+def _documents(path: Path, lines: str) -> Iterator[str]:
+    for number, line in enumerate(lines.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: line {number} is not a JSON object with a field text") from error
+        if not isinstance(text, str):
+            raise UserError(f"{path}: line {number}: its field text must be a string, got {type(text).__name__}")
+        yield text
 
 
 def tokenize(folder: Path, text: str, vocab_size: int) -> tuple[list[int], np.ndarray]:
@@ -37,8 +74,9 @@ def tokenize(folder: Path, text: str, vocab_size: int) -> tuple[list[int], np.nd
     if begin != [tokenizer.bos_token_id]:  # an end token, or nothing
         begin = []
     tokens = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, np.int32)
-    if tokens.size and tokens.max() >= vocab_size:
-        raise UserError(f"{folder}: the tokenizer gives token {tokens.max()}, the model has {vocab_size}")
+    highest = max([*begin, tokens.max(initial=0)])
+    if highest >= vocab_size:
+        raise UserError(f"{folder}: the tokenizer gives token {highest}, the model has {vocab_size}")
     return begin, tokens
 
 

@@ -7,8 +7,9 @@ every shape is as the configuration says. All of that is checked on the files' h
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,24 @@ TOKENIZER_FILES = (
 """Files that make up a tokenizer; a folder has some of them."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checked Hugging Face folder, open for reading.
+    """A checked Hugging Face folder.
 
     Attributes:
       folder: where it is.
       config: the architecture.
-      files: the open safetensors file of every tensor, by tensor name.
-      shapes: ``Weights`` with a ``jax.ShapeDtypeStruct`` for every array.
+      files: the safetensors file of every tensor, by tensor name; open only while it is read, so that what was read is
+        not kept mapped.
+      shapes: ``Weights`` with a ``jax.ShapeDtypeStruct`` for every array, in its file's dtype.
     """
 
     folder: Path
     config: ModelConfig
-    files: dict[str, Any]
+    files: dict[str, Path]
     shapes: Weights
 
 
@@ -85,7 +87,7 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
         shape or dtype than F32, F16, BF16.
     """
     folder = Path(folder)
-    files = _open_tensors(folder)
+    files, paths = _open_tensors(folder)
     shapes = abstract_weights(config)
     expected = dict(part for path, leaf in named_leaves(shapes).items() for part in _parts(config, path, leaf.shape))
     skipped = set()
@@ -104,7 +106,11 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
             raise UserError(f"{folder}: tensor {name} has shape {tuple(header.get_shape())}, expected {shape}")
         if header.get_dtype() not in _DTYPES:
             raise UserError(f"{folder}: tensor {name} is {header.get_dtype()}; supported: {', '.join(_DTYPES)}")
-    return Source(folder, config, files, shapes)
+    leaves = []
+    for path, leaf in named_leaves(shapes).items():
+        name, _ = _parts(config, path, leaf.shape)[0]
+        leaves.append(jax.ShapeDtypeStruct(leaf.shape, _DTYPES[files[name].get_slice(name).get_dtype()]))
+    return Source(folder, config, paths, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
 def read_outer(source: Source, dtype=None) -> Weights:
@@ -121,7 +127,7 @@ def read_outer(source: Source, dtype=None) -> Weights:
     tensors = FAMILIES[source.config.family].tensors
     (embed,), (head,) = tensors["embed_VD"].names, tensors["lm_head_DV"].names
     tied = source.config.tie_word_embeddings and head in source.files
-    if tied and not np.array_equal(_tensor(source, embed), _tensor(source, head)):
+    if tied and not np.array_equal(*_tensors(source, [embed, head])):
         raise UserError(f"{source.folder}: tie_word_embeddings is set, but {head} differs from {embed}")
     return outer
 
@@ -131,29 +137,16 @@ def read_layer(source: Source, layer: int, dtype=None) -> LayerWeights:
     return _read(source, f"layers.{layer}.", source.shapes.layers[layer], dtype)
 
 
-def read_weights(
-    source: Source, dtype=None, progress: Callable[[int, int], None] = lambda done, total: None
-) -> Weights:
-    """Returns the whole model on JAX's default device, in ``dtype``; None keeps the file's. Errors as ``read_outer``.
-
-    Args:
-      source: from ``open_source``.
-      dtype: of the arrays.
-      progress: called with layers read and layers in all.
-    """
-    num_layers, layers = source.config.num_layers, []
-    for layer in range(num_layers):
-        progress(layer, num_layers)
-        layers.append(jax.tree.map(jnp.asarray, read_layer(source, layer, dtype)))
-    progress(num_layers, num_layers)
-    return replace(jax.tree.map(jnp.asarray, read_outer(source, dtype)), layers=tuple(layers))
-
-
 def load_weights(
     folder: Path, config: ModelConfig, dtype=jnp.bfloat16, report: Callable[[str], None] = print
 ) -> Weights:
-    """Returns the whole model, ``open_source`` and ``read_weights`` in one, with their errors."""
-    return read_weights(open_source(folder, config, report), dtype)
+    """Returns the whole model on JAX's default device, in ``dtype``; None keeps the file's.
+
+    Errors as ``open_source`` and ``read_outer``.
+    """
+    source = open_source(folder, config, report)
+    layers = [jax.tree.map(jnp.asarray, read_layer(source, layer, dtype)) for layer in range(config.num_layers)]
+    return replace(jax.tree.map(jnp.asarray, read_outer(source, dtype)), layers=tuple(layers))
 
 
 def _skip_rules(config: ModelConfig) -> dict[str, str]:
@@ -192,26 +185,29 @@ def _read(source: Source, prefix: str, shapes: Any, dtype) -> Any:
     def read_leaf(path, shape):
         entry, _ = _locate(source.config, path)
         names = [name for name, _ in _parts(source.config, path, shape)]
-        first = _tensor(source, names[0])
+        tensors = _tensors(source, names)
+        first = next(tensors)
         if entry.form == "transposed":
             first = first.T
         if len(names) == 1:
             return first.reshape(shape).astype(dtype or first.dtype, order="C", copy=False)
         stacked = np.empty((len(names), *first.shape), dtype or first.dtype)
-        for i, name in enumerate(names):
-            stacked[i] = _tensor(source, name)
+        for i, tensor in enumerate(chain([first], tensors)):
+            stacked[i] = tensor
         return stacked.reshape(shape)
 
     leaves = [read_leaf(prefix + path, leaf.shape) for path, leaf in named_leaves(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def _tensor(source: Source, name: str) -> np.ndarray:
-    return source.files[name].get_tensor(name)
+def _tensors(source: Source, names: list[str]) -> Iterator[np.ndarray]:
+    """Yields these tensors in turn."""
+    files = {path: _open_file(path) for path in {source.files[name] for name in names}}
+    return (files[source.files[name]].get_tensor(name) for name in names)
 
 
-def _open_tensors(folder: Path) -> dict[str, Any]:
-    """Returns the open file of every tensor, by tensor name."""
+def _open_tensors(folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Returns the open file and its path of every tensor, by tensor name."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists() and index.exists():
         raise UserError(f"{folder} holds both {_SINGLE} and {_INDEX}: remove the one that is stale")
@@ -229,7 +225,7 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
     for tensor, name in (weight_map or {}).items():
         if shard_of.get(tensor) != name:
             raise UserError(f"{index}: tensor {tensor} is not in {name}, where the index puts it")
-    return files
+    return files, {tensor: folder / name for tensor, name in shard_of.items()}
 
 
 def _open_file(path: Path) -> Any:

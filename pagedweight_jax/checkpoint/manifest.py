@@ -18,7 +18,7 @@ from pagedweight_jax.errors import UserError
 from pallas_kernels.bitplane import LAYOUT_VERSION, WORD_BYTES, BlockLayout
 
 FORMAT = "pagedweight"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 DENSE_DTYPES = ("bfloat16", "float16", "float32")
 

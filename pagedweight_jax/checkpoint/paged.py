@@ -5,20 +5,18 @@
     OUT/files.sha256           checksum of every other file, as ``sha256sum -c files.sha256`` reads them
     OUT/config.json, ...       the model's own configuration, tokenizer and texts
     OUT/arrays/pages/{l}       Orbax: ``pages/{l}/{kind}/{p}`` uint32 [E, page_frames, frame_words] of sparse layer l
-    OUT/arrays/dense           Orbax: ``dense/{dotted path}`` of every weight but the routed experts
+    OUT/arrays/dense/{n}       Orbax: ``dense/{dotted path}`` of layer n; ``outer``: embedding, norm, head
     OUT/arrays/calibration     Orbax: sensitivities, importances, coverage
 
 A page array holds the exact words that go into the arena, stacked over experts: few large leaves load many times faster
-than one leaf per page. Pages are grouped by layer, so a writer holds one layer and a reader reads what it asks for.
-
-All is written to ``OUT.partial`` and renamed at the end; the manifest is the last file written.
+than one leaf per page. They are grouped by layer, so a writer holds one layer (see draft.py) and a reader reads what
+it asks for.
 """
 
 import hashlib
-import os
-import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -28,14 +26,11 @@ from orbax.checkpoint.experimental import v1 as ocp
 
 from pagedweight_jax.checkpoint.dense import abstract_dense, named_leaves
 from pagedweight_jax.checkpoint.manifest import (
-    FORMAT,
     MANIFEST,
     PagedManifest,
     array_info,
-    check_arrays,
     from_json,
     page_name,
-    to_json,
 )
 from pagedweight_jax.config import KINDS
 from pagedweight_jax.errors import UserError
@@ -52,107 +47,25 @@ def no_progress(stage: str, done: int, total: int) -> None:
     """The ``Progress`` of who does not want to know."""
 
 
-def _group(name: str) -> str:
-    """The Orbax checkpoint that array ``name`` lies in: one per sparse layer's pages, one per other first word."""
-    words = name.split("/")
-    return "/".join(words[: 2 if words[0] == "pages" else 1])
+def group_of(name: str) -> str:
+    """The Orbax checkpoint of array ``name``: ``pages/3``, ``dense/3``, ``dense/outer`` or ``calibration``."""
+    first, *rest = name.split("/")
+    if first == "pages":
+        return f"pages/{rest[0]}"
+    if first == "dense":
+        words = rest[0].split(".")
+        return f"dense/{words[1] if words[0] == 'layers' else 'outer'}"
+    return first
 
 
-def _partial(out: Path) -> Path:
+def partial_folder(out: Path) -> Path:
+    """Where the conversion to ``out`` is while it is not finished."""
     return out.with_name(out.name + ".partial")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def nearest_folder(out: Path) -> Path:
-    """Returns the nearest folder above ``out`` that exists."""
-    return next(parent for parent in Path(out).absolute().parents if parent.exists())
-
-
-def check_output(out: Path, overwrite: bool) -> None:
-    """Raises UserError if ``out`` cannot be written, or must not be: it exists and is not to be overwritten."""
-    parent = nearest_folder(out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{out}: {parent} is not a folder that can be written to")
-    if not out.exists():
-        return
-    if not overwrite:
-        raise UserError(f"{out}: exists already (--overwrite replaces it)")
-    manifest = out / MANIFEST
-    if not manifest.is_file() or f'"format": "{FORMAT}"' not in manifest.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{out}: exists and is not a paged checkpoint; --overwrite replaces nothing else")
-
-
-def _save_groups(folder: Path, groups: Iterable[dict[str, np.ndarray]]) -> dict:
-    infos = {}
-    for arrays in groups:
-        names = {_group(name) for name in arrays}
-        if len(names) != 1:
-            raise ValueError(f"a group of arrays must be stored in one place, got {sorted(names)}")
-        infos |= {name: array_info(array) for name, array in arrays.items()}
-        ocp.save(folder / names.pop(), arrays)
-    return infos
-
-
-def save(
-    out: Path,
-    manifest: PagedManifest,
-    groups: Iterable[dict[str, np.ndarray]],
-    files: dict[str, Path],
-    overwrite: bool = False,
-) -> None:
-    """Writes a paged checkpoint: complete at ``out``, or not there at all.
-
-    Args:
-      out: the folder to create.
-      manifest: without ``arrays``, which are filled in here.
-      groups: numpy arrays by name, one Orbax checkpoint each; may be a generator, one group is held at a time.
-      files: source path of every other file, by its path inside ``out``.
-      overwrite: replace a paged checkpoint that is already there.
-
-    Raises:
-      UserError: ``out`` exists and must not be replaced.
-    """
-    out = Path(out).absolute()
-    check_output(out, overwrite)
-    partial = _partial(out)
-    if partial.exists():  # of a conversion that died
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
-        manifest = replace(manifest, arrays=_save_groups(partial / ARRAYS, groups))
-        check_arrays(manifest)
-        for name, source in sorted(files.items()):
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, partial / name)
-        manifest_text = to_json(manifest)
-        paths = [path for path in partial.rglob("*") if path.is_file()]
-        checksums = {path.relative_to(partial).as_posix(): _sha256(path) for path in paths}
-        checksums[MANIFEST] = hashlib.sha256(manifest_text.encode()).hexdigest()
-        _write(partial / FILES, "".join(f"{checksums[name]}  {name}\n" for name in sorted(checksums)))
-        _write(partial / MANIFEST, manifest_text)
-        if out.exists():
-            replaced = out.with_name(out.name + ".replaced")
-            if replaced.exists():  # of an overwrite that died after its renames
-                shutil.rmtree(replaced)
-            out.rename(replaced)
-            partial.rename(out)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress = no_progress) -> list[str]:
@@ -169,7 +82,7 @@ def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress
         progress("files", done, len(listed))
         if not (path / name).is_file():
             problems.append(f"{path / name}: missing")
-        elif hashed(name) and _sha256(path / name) != digest:
+        elif hashed(name) and sha256_of(path / name) != digest:
             problems.append(f"{path / name}: damaged or edited, its SHA-256 is not the one in {FILES}")
     return problems
 
@@ -186,8 +99,8 @@ class PagedCheckpoint:
 
     def _load(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Verified arrays of one group by name."""
-        group = _group(names[0])
-        tree = {other: ocp.PLACEHOLDER for other in self.manifest.arrays if _group(other) == group}
+        group = group_of(names[0])
+        tree = {other: ocp.PLACEHOLDER for other in self.manifest.arrays if group_of(other) == group}
         for name in names:
             info = self.manifest.arrays[name]
             tree[name] = np.empty(info.shape, info.dtype)
@@ -224,8 +137,10 @@ class PagedCheckpoint:
             raise UserError(problems[0])
         abstract = abstract_dense(self.manifest.config)
         names = [f"dense/{name}" for name in named_leaves(abstract)]
-        arrays = self._load(names)
-        return jax.tree.unflatten(jax.tree.structure(abstract), [jnp.asarray(arrays[name], dtype) for name in names])
+        leaves = {}
+        for _, group in groupby(sorted(names, key=group_of), group_of):  # on the host one layer at a time
+            leaves |= {name: jnp.asarray(array, dtype) for name, array in self._load(list(group)).items()}
+        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in names])
 
     @property
     def sensitivity(self) -> np.ndarray:
@@ -250,7 +165,8 @@ class PagedCheckpoint:
 def _open(path: Path) -> PagedCheckpoint:
     path = Path(path).absolute()
     if not path.is_dir():
-        hint = f" ({_partial(path).name} is of a conversion that did not finish)" if _partial(path).exists() else ""
+        partial = partial_folder(path)
+        hint = f" ({partial.name} is of a conversion that did not finish)" if partial.exists() else ""
         raise UserError(f"{path}: no such folder{hint}")
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")

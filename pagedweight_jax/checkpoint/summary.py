@@ -28,6 +28,19 @@ def _width(bits: int, layouts: tuple[BlockLayout, BlockLayout], num_blocks: int)
     }
 
 
+def _tokens(tokens_E: np.ndarray) -> dict:
+    return {"fewest": int(tokens_E.min()), "median": float(np.median(tokens_E)), "most": int(tokens_E.max())}
+
+
+def _coverage(checkpoint: PagedCheckpoint) -> list[dict]:
+    """What calibration saw of every sparse layer."""
+    layers = [layer for layer, sparse in enumerate(checkpoint.manifest.config.sparse_layers) if sparse]
+    return [
+        {"layer": layer, "tokens_per_expert": _tokens(tokens_E), "uncalibrated_share": float(uncalibrated_E.mean())}
+        for layer, tokens_E, uncalibrated_E in zip(layers, checkpoint.tokens, checkpoint.uncalibrated)
+    ]
+
+
 def summarize(checkpoint: PagedCheckpoint) -> dict:
     """Returns what the checkpoint holds as plain numbers, ready for JSON.
 
@@ -74,11 +87,8 @@ def summarize(checkpoint: PagedCheckpoint) -> dict:
             "min_tokens": manifest.calibration.min_tokens,
             "experts": tokens_LE.size,
             "uncalibrated_experts": manifest.calibration.uncalibrated_experts,
-            "tokens_per_expert": {
-                "fewest": int(tokens_LE.min()),
-                "median": float(np.median(tokens_LE)),
-                "most": int(tokens_LE.max()),
-            },
+            "tokens_per_expert": _tokens(tokens_LE),
+            "layers": _coverage(checkpoint),
         },
         "versions": {"format": FORMAT_VERSION, "layout": LAYOUT_VERSION, **manifest.versions},
     }

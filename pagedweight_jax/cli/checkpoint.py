@@ -3,7 +3,9 @@
 
 import argparse
 import re
+import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from pagedweight_jax.cli.common import print_json, progress_bars
 from pagedweight_jax.errors import UserError
-from pagedweight_jax.units import format_count, format_size
+from pagedweight_jax.units import format_count, format_size, parse_size
 
 
 def add_verbs(verbs) -> None:
@@ -22,16 +24,24 @@ def add_verbs(verbs) -> None:
     verb.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json, safetensors and tokenizer")
     verb.add_argument("out", metavar="OUT", type=Path, help="the checkpoint's folder, made here")
     verb.add_argument("--bits", type=parse_bits, default=(3, 8), help="bitwidths to support (default 3..8)")
-    verb.add_argument("--text", type=Path, help="calibration text (default HF_DIR/text/calibration.txt)")
+    verb.add_argument(
+        "--text",
+        type=Path,
+        help="calibration text: a file (.jsonl: its fields text; .gz, .xz: packed) or a folder of files "
+        "(default HF_DIR/text/calibration.txt)",
+    )
     verb.add_argument("--samples", type=int, default=100, help="calibration sequences (default 100)")
     verb.add_argument("--sequence-length", type=int, default=512, help="tokens of each (default 512)")
     verb.add_argument("--seed", type=int, default=0, help="of the choice of sequences (default 0)")
+    verb.add_argument("--ram", type=parse_size, default="4GiB", help="hidden states held in memory (default 4GiB)")
     verb.add_argument("--overwrite", action="store_true", help="replace a paged checkpoint at OUT")
+    verb.add_argument("--dry-run", action="store_true", help="say what it takes, read no weight, write nothing")
 
     inspect_verb = verbs.add_parser("inspect", help="show what a paged checkpoint holds")
     inspect_verb.set_defaults(run=inspect)
     verify_verb = verbs.add_parser("verify", help="read everything and compare it with its checksums")
     verify_verb.set_defaults(run=verify)
+    verify_verb.add_argument("--source", metavar="HF_DIR", type=Path, help="also recompute the errors from this model")
     for one in (inspect_verb, verify_verb):
         one.add_argument("checkpoint", metavar="OUT", type=Path, help="a paged checkpoint")
     for one in (verb, inspect_verb, verify_verb):
@@ -51,10 +61,11 @@ def parse_bits(text: str) -> tuple[int, int]:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from pagedweight_jax.calibrate.convert import convert
+    from pagedweight_jax.calibrate.convert import run
+    from pagedweight_jax.calibrate.prepare import costs, prepare
 
     with progress_bars() as (progress, report):
-        checkpoint = convert(
+        job = prepare(
             args.folder,
             args.out,
             bits=args.bits,
@@ -63,10 +74,39 @@ def convert(args: argparse.Namespace) -> int:
             sequence_length=args.sequence_length,
             seed=args.seed,
             overwrite=args.overwrite,
-            progress=progress,
+            ram_bytes=args.ram,
             report=report,
         )
-    return print_checkpoint(checkpoint, args.json)
+        expected = asdict(costs(job))
+        if args.dry_run:
+            print_costs(expected, args.json)
+            return 0
+        checkpoint = run(job, progress=progress, report=report)
+        expected["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        held = "in memory" if expected["hidden_in_memory"] else "in a file"
+        report(
+            f"peak host memory {format_size(expected['peak_bytes'])}: one layer of up to "
+            f"{format_size(expected['layer_bytes'])}, {format_size(expected['hidden_bytes'])} of hidden states {held}"
+        )
+    return print_checkpoint(checkpoint, args.json, {"conversion": expected})
+
+
+def print_costs(costs: dict, as_json: bool) -> None:
+    """Prints what a conversion would read, write and hold."""
+    if as_json:
+        print_json(costs)
+        return
+    held = "held" if costs["hidden_in_memory"] else "mapped"
+    hidden = f"{format_size(costs['hidden_bytes'])} of hidden states {held}"
+    lines = {
+        "reads": f"{format_size(costs['read_bytes'])} of weights, a layer of up to "
+        f"{format_size(costs['layer_bytes'])} at a time",
+        "writes": f"{format_size(costs['pages_bytes'])} of pages, {format_size(costs['dense_bytes'])} of dense weights",
+        "disk": f"up to {format_size(costs['disk_bytes'])}",
+        "memory": f"about {format_size(costs['ram_bytes'])}; {hidden}",
+    }
+    for name, line in lines.items():
+        print(f"{name:8}{line}")
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -76,29 +116,42 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    from pagedweight_jax.checkpoint.paged import verify
+    from pagedweight_jax.calibrate.compare import compare_with_source
+    from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
 
+    result = {"path": str(args.checkpoint)}
     with progress_bars() as (progress, _):
         problems = verify(args.checkpoint, progress)
+        if args.source is not None and not problems:
+            comparison = compare_with_source(open_checkpoint(args.checkpoint), args.source, progress)
+            problems = comparison.problems
+            result |= {"blocks": comparison.blocks, "worst_relative_difference": comparison.worst}
     if args.json:
-        print_json({"path": str(args.checkpoint), "ok": not problems, "problems": problems})
+        print_json(result | {"ok": not problems, "problems": problems})
     elif not problems:
         print(f"{args.checkpoint}: every array and every file is what was written")
+        if args.source is not None:
+            print(
+                f"{args.source}: its weights; the errors of {result['blocks']} linear-blocks are the stored "
+                f"sensitivities to {result['worst_relative_difference']:.1g}"
+            )
     for problem in problems:
         print(problem, file=sys.stderr)
     return 2 if problems else 0
 
 
-def print_checkpoint(checkpoint, as_json: bool) -> int:
+def print_checkpoint(checkpoint, as_json: bool, more: dict | None = None) -> int:
     from pagedweight_jax.checkpoint.summary import summarize
 
     summary = summarize(checkpoint)
     if as_json:
-        print_json({"path": str(checkpoint.path), **summary})
+        print_json({"path": str(checkpoint.path), **summary, **(more or {})})
         return 0
     console = Console(highlight=False)
     console.print(checkpoint.path, style="bold", markup=False, soft_wrap=True)
     console.print(facts_table(summary))
+    console.print()
+    console.print(coverage_table(summary["calibration"]))
     console.print(widths_table(summary))
     console.print("gate_up, down: one linear-block. LUTs, padding: shares. static: one LUT kept.", style="dim")
     return 0
@@ -135,11 +188,26 @@ def facts_table(summary: dict) -> Table:
     return table
 
 
+def _titled_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def coverage_table(calibration: dict) -> Table:
+    """Returns how many calibration tokens the experts of each layer saw."""
+    table = _titled_table("Calibration tokens per expert")
+    for heading in ("layer", "fewest", "median", "most", f"under {calibration['min_tokens']}"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layer in calibration["layers"]:
+        tokens, share = layer["tokens_per_expert"], layer["uncalibrated_share"]
+        table.add_row(
+            str(layer["layer"]), str(tokens["fewest"]), f"{tokens['median']:.0f}", str(tokens["most"]), f"{share:.0%}"
+        )
+    return table
+
+
 def widths_table(summary: dict) -> Table:
     """Returns the M table: what one linear-block of each kind, and all routed experts, take at each bitwidth."""
-    table = Table(
-        title="Device memory by bitwidth", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = _titled_table("Device memory by bitwidth")
     table.add_column("bits", justify="right", no_wrap=True, style="bold")
     for heading in (*summary["blocks"], "experts", "bits/w", "LUTs", "padding", "static"):
         table.add_column(heading, justify="right", no_wrap=True)

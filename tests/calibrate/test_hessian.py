@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments against a plain pass that runs every expert on every token."""
+"""Second moments, layer by layer, against a plain pass that runs every expert on every token."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from pagedweight_jax.calibrate import hessian
-from pagedweight_jax.calibrate.hessian import InputMoments, collect_moments, importance
-from pagedweight_jax.errors import UserError
+from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.moe import dense_experts
@@ -50,10 +49,21 @@ def definition(weights, tokens_BS):
     return gate_up / seen_LE1, down / seen_LE1, tokens
 
 
+def moments_of_layers(weights, batches):
+    """Layer after layer on the outputs of the layer before: of the sparse ones gate_up, down and tokens, stacked."""
+    hidden, moments_L = [np.asarray(weights.embed_VD)[tokens_BS] for tokens_BS in batches], []
+    for layer, w in enumerate(weights.layers):
+        entering, hidden = hidden, []
+        moments = run_layer(weights.config, layer, w, entering, hidden.append)
+        assert (moments is None) == (not weights.config.sparse_layers[layer])
+        moments_L += [] if moments is None else [(moments.gate_up_EC, moments.down_EC, moments.tokens_E)]
+    return tuple(map(np.stack, zip(*moments_L)))
+
+
 def check(moments, expected):
-    np.testing.assert_array_equal(moments.tokens_LE, expected[2])
-    np.testing.assert_allclose(moments.gate_up_LEC, expected[0], rtol=2e-4, atol=1e-9)
-    np.testing.assert_allclose(moments.down_LEC, expected[1], rtol=2e-3, atol=1e-9)
+    np.testing.assert_array_equal(moments[2], expected[2])
+    np.testing.assert_allclose(moments[0], expected[0], rtol=2e-4, atol=1e-9)
+    np.testing.assert_allclose(moments[1], expected[1], rtol=2e-3, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +71,10 @@ def sequences():
     return np.random.default_rng(0).integers(0, 128, (4, 40))
 
 
-def test_moments_are_the_definition(tiny_weights, sequences):
-    moments = collect_moments(tiny_weights, [sequences])
-    assert moments.gate_up_LEC.dtype == moments.down_LEC.dtype == np.float64
-    assert (moments.tokens_LE.sum(1) == 4 * 40 * 2).all()
+def test_moments_are_those_of_the_whole_model(tiny_weights, sequences):
+    moments = moments_of_layers(tiny_weights, [sequences])
+    assert moments[0].dtype == moments[1].dtype == np.float64
+    assert (moments[2].sum(1) == 4 * 40 * 2).all()
     expected = definition(tiny_weights, sequences)
     check(moments, expected)
     with pytest.raises(AssertionError):
@@ -72,23 +82,23 @@ def test_moments_are_the_definition(tiny_weights, sequences):
 
 
 def test_batches_add_up(tiny_weights, sequences):
-    whole = collect_moments(tiny_weights, [sequences])
-    halves = collect_moments(tiny_weights, iter([sequences[:2], sequences[2:]]))
-    np.testing.assert_array_equal(whole.tokens_LE, halves.tokens_LE)
-    np.testing.assert_allclose(whole.gate_up_LEC, halves.gate_up_LEC, rtol=1e-5)
-    np.testing.assert_allclose(whole.down_LEC, halves.down_LEC, rtol=1e-5)
+    whole = moments_of_layers(tiny_weights, [sequences])
+    halves = moments_of_layers(tiny_weights, [sequences[:2], sequences[2:]])
+    np.testing.assert_array_equal(whole[2], halves[2])
+    np.testing.assert_allclose(whole[0], halves[0], rtol=1e-5)
+    np.testing.assert_allclose(whole[1], halves[1], rtol=1e-5)
 
 
 def test_dense_layers_windows_and_idle_experts(tiny_config, sequences):
-    config = tiny_config(sparse_layers=(False, True), windows=(4, 0), num_experts=12)
+    config = tiny_config(sparse_layers=(False, True, True), windows=(4, 0, 3), num_layers=3, num_experts=12)
     weights = init_weights(config, jax.random.key(1))
     tokens_BS = sequences[:2, :6]
-    moments = collect_moments(weights, [tokens_BS])
+    moments = moments_of_layers(weights, [tokens_BS])
     check(moments, definition(weights, tokens_BS))
-    idle_LE = moments.tokens_LE == 0
+    idle_LE = moments[2] == 0
     assert idle_LE.any(), "the case is meant to have an expert without tokens"
-    assert not moments.gate_up_LEC[idle_LE].any()
-    assert not moments.down_LEC[idle_LE].any()
+    assert not moments[0][idle_LE].any()
+    assert not moments[1][idle_LE].any()
 
 
 @pytest.mark.parametrize(
@@ -114,29 +124,21 @@ def test_blocks_of_tokens_give_the_dense_experts_output(tiny_weights, num_tokens
 
 
 def test_no_text_leaves_every_expert_uncalibrated(tiny_weights):
-    gate_up_LEC, down_LEC, uncalibrated_LE = importance(collect_moments(tiny_weights, []), 1)
-    assert uncalibrated_LE.all()
-    np.testing.assert_array_equal(gate_up_LEC, 1)
-    np.testing.assert_array_equal(down_LEC, 1)
-
-
-@pytest.mark.parametrize("token", [-1, 128])
-def test_tokens_outside_the_vocabulary_are_refused(tiny_weights, sequences, token):
-    bad = sequences.copy()
-    bad[1, 3] = token
-    with pytest.raises(UserError, match=r"calibration batch 1: token ids .* leave the vocabulary 0..127"):
-        collect_moments(tiny_weights, [sequences, bad])
+    gate_up_EC, down_EC, uncalibrated_E = importance(run_layer(tiny_weights.config, 0, tiny_weights.layers[0], []), 1)
+    assert uncalibrated_E.all()
+    np.testing.assert_array_equal(gate_up_EC, 1)
+    np.testing.assert_array_equal(down_EC, 1)
 
 
 def test_rare_experts_take_the_mean_over_their_layers_tokens():
     moments = InputMoments(
-        gate_up_LEC=np.array([[[4.0, 1.0], [1.0, 3.0], [0.0, 0.0]]]),
-        down_LEC=np.array([[[8.0], [2.0], [0.0]]]),
-        tokens_LE=np.array([[30, 10, 0]]),
+        gate_up_EC=np.array([[4.0, 1.0], [1.0, 3.0], [0.0, 0.0]]),
+        down_EC=np.array([[8.0], [2.0], [0.0]]),
+        tokens_E=np.array([30, 10, 0]),
     )
-    gate_up_LEC, down_LEC, uncalibrated_LE = importance(moments, 11)
-    np.testing.assert_array_equal(uncalibrated_LE, [[False, True, True]])
+    gate_up_EC, down_EC, uncalibrated_E = importance(moments, 11)
+    np.testing.assert_array_equal(uncalibrated_E, [False, True, True])
     mean = [(30 * 4 + 10 * 1) / 40, (30 * 1 + 10 * 3) / 40]
-    np.testing.assert_allclose(gate_up_LEC, [[[4, 1], mean, mean]], rtol=1e-15)
-    np.testing.assert_allclose(down_LEC, [[[8], [6.5], [6.5]]], rtol=1e-15)
-    np.testing.assert_array_equal(importance(moments, 0)[2], [[False, False, True]])
+    np.testing.assert_allclose(gate_up_EC, [[4, 1], mean, mean], rtol=1e-15)
+    np.testing.assert_allclose(down_EC, [[8], [6.5], [6.5]], rtol=1e-15)
+    np.testing.assert_array_equal(importance(moments, 0)[2], [False, False, True])

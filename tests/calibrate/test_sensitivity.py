@@ -59,14 +59,13 @@ def test_zero_only_for_exact_weights():
 @pytest.mark.parametrize("tokens", [[100, 100, 0], [0, 0, 0]])
 def test_an_expert_without_tokens_is_never_free(tokens):
     w_ENC, h_EC = random_blocks()
-    tokens_LE = np.array([tokens])
-    seen = h_EC[None] * (tokens_LE > 0)[..., None]
-    moments = InputMoments(gate_up_LEC=seen, down_LEC=seen, tokens_LE=tokens_LE)
-    gate_up_LEC, _, uncalibrated_LE = importance(moments, 8)
-    assert uncalibrated_LE[0, 2]
-    s_EQ = sensitivity(w_ENC, quantize(w_ENC, gate_up_LEC[0], 3, 8), gate_up_LEC[0], 3, 8)
+    tokens_E = np.array(tokens)
+    seen_EC = h_EC * (tokens_E > 0)[:, None]
+    gate_up_EC, _, uncalibrated_E = importance(InputMoments(gate_up_EC=seen_EC, down_EC=seen_EC, tokens_E=tokens_E), 8)
+    assert uncalibrated_E[2]
+    s_EQ = sensitivity(w_ENC, quantize(w_ENC, gate_up_EC, 3, 8), gate_up_EC, 3, 8)
     assert (s_EQ > 0).all()
-    error = (w_ENC[2].astype(np.float64) - dequantize(quantize(w_ENC, gate_up_LEC[0], 3, 8), 3)[2]) ** 2
+    error = (w_ENC[2].astype(np.float64) - dequantize(quantize(w_ENC, gate_up_EC, 3, 8), 3)[2]) ** 2
     mean_C = h_EC[:2].mean(0) if any(tokens) else np.ones(64)
     assert s_EQ[2, 0] == pytest.approx(float((mean_C * error).sum()), rel=1e-9)
 

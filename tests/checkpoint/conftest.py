@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pagedweight_jax.checkpoint.dense import named_leaves
+from pagedweight_jax.checkpoint.draft import save
 from pagedweight_jax.checkpoint.layout import choose_frame_bytes
 from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
-from pagedweight_jax.checkpoint.paged import save
 from pagedweight_jax.config import KINDS
 from pagedweight_jax.models.weights import without_experts
 from pallas_kernels.bitplane import pack_page

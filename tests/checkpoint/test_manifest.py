@@ -32,7 +32,7 @@ def test_an_edit_that_changes_nothing_is_accepted(copy):
     [
         (lambda f: f.update(format="safetensors"), "not a pagedweight checkpoint"),
         (lambda f: f.pop("format"), "not a pagedweight checkpoint"),
-        (lambda f: f.update(format_version=2), "format_version 2 is not supported, this version reads 1"),
+        (lambda f: f.update(format_version=1), "format_version 1 is not supported, this version reads 2"),
         (lambda f: f.update(layout_version=99), "layout_version 99 is not supported, this version reads 1"),
         (lambda f: f.pop("layout_version"), "layout_version None is not supported"),
         (lambda f: f["arrays"]["pages/0/down/2"].update(shape=[4, 1, 128]), r"array pages/0/down/2 is uint32\[4, 1"),

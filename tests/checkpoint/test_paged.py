@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedweight_jax.checkpoint.draft import save
 from pagedweight_jax.checkpoint.manifest import page_name
-from pagedweight_jax.checkpoint.paged import open_checkpoint, save, verify
+from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
 from pagedweight_jax.config import DOWN, GATE_UP
 from pagedweight_jax.errors import UserError
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pagedweight_jax.checkpoint.dense import named_leaves
+from pagedweight_jax.checkpoint.draft import save
 from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint, save
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint
 from pagedweight_jax.config import KINDS, PlannerConfig, ServeConfig
 from pagedweight_jax.models.weights import ExpertWeights, Weights, init_weights, without_experts
 from pagedweight_jax.serving.engine import Engine

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a conversion: calibrate, quantize, pack."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+
+from pagedweight_jax.calibrate.any_precision import quantize
+from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
+from pagedweight_jax.calibrate.hidden import HiddenStates
+from pagedweight_jax.calibrate.sensitivity import sensitivity
+from pagedweight_jax.checkpoint import hf
+from pagedweight_jax.checkpoint.dense import named_leaves
+from pagedweight_jax.checkpoint.manifest import PagedManifest, page_name
+from pagedweight_jax.checkpoint.paged import Progress
+from pagedweight_jax.config import KINDS
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.models.weights import ExpertWeights, LayerWeights
+from pallas_kernels.bitplane import BlockLayout, pack_page
+
+BATCH_SEQUENCES = 4
+"""Calibration sequences that go through a layer together."""
+
+Arrays = dict[str, np.ndarray]
+
+
+def convert_layer(
+    source: hf.Source,
+    manifest: PagedManifest,
+    layer: int,
+    hidden: HiddenStates,
+    min_tokens: int,
+    progress: Progress,
+) -> tuple[list[Arrays], Arrays]:
+    """Returns the layer's arrays by name, place by place, and what calibration knows of its experts (none if dense).
+
+    What calibration knows is, by the array's name behind ``calibration/``: sensitivity [E, U, Q], importance/gate_up
+    [E, D], importance/down [E, F], uncalibrated [E], tokens [E].
+
+    Args:
+      source: the model's files.
+      manifest: bits and layouts.
+      layer: among all layers.
+      hidden: holds what enters the layer; what leaves it is written there if a later layer needs it.
+      min_tokens: an expert of fewer calibration tokens takes its layer's average importance.
+      progress: see ``Progress``; the stages are calibrate and quantize.
+
+    Raises:
+      UserError: a weight or an activation is not finite.
+    """
+    w = hf.read_layer(source, layer)
+    moments = _calibrate(manifest, layer, w, hidden, progress)
+    groups, remember = [], {}
+    if moments is not None:
+        pages, remember = _convert_experts(manifest, layer, w.mlp.experts, moments, min_tokens, progress)
+        w = replace(w, mlp=replace(w.mlp, experts=None))
+        groups.append(pages)
+    groups.append({f"dense/layers.{layer}.{name}": leaf for name, leaf in named_leaves(w).items()})
+    return groups, remember
+
+
+def _calibrate(
+    manifest: PagedManifest, layer: int, w: LayerWeights, hidden: HiddenStates, progress: Progress
+) -> InputMoments | None:
+    config = manifest.config
+    if not any(config.sparse_layers[layer:]):
+        return None
+    x_NSD = hidden.read(layer)
+    num_sequences = len(x_NSD)
+    total = config.num_layers * num_sequences
+
+    def batches() -> Iterator[np.ndarray]:
+        for done in range(0, num_sequences, BATCH_SEQUENCES):
+            progress("calibrate", layer * num_sequences + done, total)
+            yield x_NSD[done : done + BATCH_SEQUENCES]
+        progress("calibrate", (layer + 1) * num_sequences, total)
+
+    needed_later = any(config.sparse_layers[layer + 1 :])
+    with hidden.write(layer + 1) if needed_later else nullcontext(lambda x_BSD: None) as emit:
+        return run_layer(config, layer, w, batches(), emit)
+
+
+def _convert_experts(
+    manifest: PagedManifest,
+    layer: int,
+    experts: ExpertWeights,
+    moments: InputMoments,
+    min_tokens: int,
+    progress: Progress,
+) -> tuple[Arrays, Arrays]:
+    """Returns the pages, and what calibration knows."""
+    config = manifest.config
+    sparse_layer = sum(config.sparse_layers[:layer])
+    num_steps = len(KINDS) * config.num_sparse_layers
+    *importance_U, uncalibrated_E = importance(moments, min_tokens)
+    pages, sensitivity_UEQ = {}, []
+    remember = {"uncalibrated": uncalibrated_E, "tokens": moments.tokens_E}
+    for kind, name in enumerate(KINDS):
+        progress("quantize", len(KINDS) * sparse_layer + kind, num_steps)
+        importance_EC = importance_U[kind].astype(np.float32)
+        if not np.isfinite(importance_EC).all():
+            raise UserError(f"layer {layer} {name}: the activations on the calibration text are not finite")
+        w_ENC = (experts.gate_up_ENC, experts.down_ENC)[kind].astype(np.float32)
+        kind_pages, sensitivity_EQ = _quantize(
+            w_ENC, importance_EC, kind, manifest.layouts()[kind], sparse_layer, f"layer {layer} {name}"
+        )
+        pages |= kind_pages
+        sensitivity_UEQ.append(sensitivity_EQ)
+        remember[f"importance/{name}"] = importance_EC
+    progress("quantize", len(KINDS) * (sparse_layer + 1), num_steps)
+    return pages, remember | {"sensitivity": np.stack(sensitivity_UEQ, axis=1)}
+
+
+def _quantize(
+    w_ENC: np.ndarray, importance_EC: np.ndarray, kind: int, layout: BlockLayout, sparse_layer: int, name: str
+) -> tuple[Arrays, np.ndarray]:
+    """Returns the pages of one kind of linear-block by array name, and s of eq. 2, float64 [E, Q]."""
+    quantized = quantize(w_ENC, importance_EC, layout.min_bits, layout.max_bits, name=name)
+    pages = {
+        page_name(sparse_layer, kind, page): pack_page(quantized.codes_ENC, quantized.luts.get(page + 1), page, layout)
+        for page in range(layout.max_bits)
+    }
+    return pages, sensitivity(w_ENC, quantized, importance_EC, layout.min_bits, layout.max_bits)
