@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.calibrate.hessian import _measured_experts
+from pagedweight_jax.calibrate.routed import routed_experts
 from pagedweight_jax.models.attention import dense_attention, project_qkv
 from pagedweight_jax.models.layers import activation, matmul, rms_norm
 from pagedweight_jax.models.moe import route, shared_expert
@@ -50,7 +50,7 @@ def before_experts(weights: Weights, layer: int, x_TD: jax.Array) -> tuple[jax.A
 def after_experts(weights: Weights, layer: int, x_TD: jax.Array, routed: tuple) -> jax.Array:
     """Returns the residual behind the layer."""
     w, act = weights.layers[layer].mlp, activation(weights.config.hidden_act)
-    return x_TD + _measured_experts(*routed, w.experts, act)[0] + shared_expert(routed[0], w, act)
+    return x_TD + routed_experts(*routed, w.experts, act) + shared_expert(routed[0], w, act)
 
 
 def tail(weights: Weights, layer: int, x_TD: jax.Array) -> jax.Array:

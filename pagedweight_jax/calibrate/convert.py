@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagedweight_jax.calibrate.any_precision import quantize
+from pagedweight_jax.calibrate.any_precision import check_weights, quantize
 from pagedweight_jax.calibrate.hessian import collect_moments, importance
 from pagedweight_jax.calibrate.sensitivity import sensitivity
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
@@ -34,7 +34,7 @@ from pagedweight_jax.models.weights import MoEWeights
 from pallas_kernels.bitplane import BlockLayout, pack_page
 
 MIN_TOKENS = 32
-"""An expert routed fewer calibration tokens takes its layer's average importance."""
+"""An expert routed fewer calibration tokens counts as one of so many average tokens of its layer."""
 
 BATCH_SEQUENCES = 4
 """Calibration sequences that go through the model together."""
@@ -50,8 +50,8 @@ class Calibrated:
     """What calibration knows about every expert.
 
     Attributes:
-      importance_U: second moments of the inputs, float32 [L, E, C] for gate_up and for down.
-      uncalibrated_LE: True where an expert takes its layer's average.
+      importance_U: the columns' importance, float32 [L, E, C] for gate_up and for down.
+      uncalibrated_LE: True where an expert saw too few tokens.
       tokens_LE: tokens routed to it, int64.
     """
 
@@ -172,10 +172,6 @@ def _calibrate(source: hf.Source, sequences: np.ndarray, progress: Progress) -> 
     weights = hf.read_weights(source, progress=partial(progress, "load"))
     moments = collect_moments(weights, batches())
     gate_up_LEC, down_LEC, uncalibrated_LE = importance(moments, MIN_TOKENS)
-    for kind, importance_LEC in zip(KINDS, (gate_up_LEC, down_LEC)):
-        if not np.isfinite(importance_LEC).all():
-            layer = int(np.argwhere(~np.isfinite(importance_LEC))[0][0])
-            raise UserError(f"sparse layer {layer} {kind}: the activations on the calibration text are not finite")
     return Calibrated(
         importance_U=(np.asarray(gate_up_LEC, np.float32), np.asarray(down_LEC, np.float32)),
         uncalibrated_LE=np.asarray(uncalibrated_LE),
@@ -211,6 +207,10 @@ def _groups(
             w_UENC = (layer.mlp.experts.gate_up_ENC, layer.mlp.experts.down_ENC)
             layer = replace(layer, mlp=replace(layer.mlp, experts=None))
             pages, sensitivity_UEQ = {}, []
+            if not all(np.isfinite(importance_LEC[sparse_layer]).all() for importance_LEC in calibrated.importance_U):
+                for w_ENC, name in zip(w_UENC, KINDS):  # a bad weight spoils its layer's importance
+                    check_weights(w_ENC.astype(np.float32), f"layer {number} {name}")
+                raise UserError(f"layer {number}: the activations on the calibration text are not finite")
             for kind, name in enumerate(KINDS):
                 progress("quantize", len(KINDS) * sparse_layer + kind, num_steps)
                 importance_EC = calibrated.importance_U[kind][sparse_layer]

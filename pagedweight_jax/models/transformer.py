@@ -7,10 +7,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.models.attention import dense_attention, project_qkv
 from pagedweight_jax.models.layers import activation, matmul, mlp, rms_norm
 from pagedweight_jax.models.moe import dense_experts, route, shared_expert
-from pagedweight_jax.models.weights import MoEWeights, Weights
+from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 
 Carry = TypeVar("Carry")
 
@@ -19,6 +20,38 @@ Attend = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, ja
 
 Experts = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, jax.Array]]
 """(carry, sparse_layer, m_TD, ids_TK, weights_TK) -> (carry, y_TD); the routed experts' sum alone."""
+
+
+def decoder_layer(
+    config: ModelConfig,
+    layer: int,
+    w: LayerWeights,
+    x_TD: jax.Array,
+    positions_T: jax.Array,
+    carry: Carry,
+    attend: Attend,
+    experts: Experts,
+) -> tuple[Carry, jax.Array]:
+    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype. Arguments as in ``forward``."""
+    act = activation(config.hidden_act)
+    with jax.named_scope("attention"):
+        a_TD = rms_norm(x_TD, w.input_norm_D, config.rms_norm_eps)
+        carry, o_THM = attend(carry, layer, *project_qkv(a_TD, w.attention, positions_T, config))
+        o_TN = o_THM.reshape(o_THM.shape[0], -1).astype(x_TD.dtype)
+        x_TD = x_TD + matmul(o_TN, w.attention.o_ND).astype(x_TD.dtype)
+    m_TD = rms_norm(x_TD, w.post_attention_norm_D, config.rms_norm_eps)
+    if isinstance(w.mlp, MoEWeights):
+        with jax.named_scope("router"):
+            weights_TK, ids_TK = route(m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob)
+        with jax.named_scope("experts"):
+            carry, y_TD = experts(carry, sum(config.sparse_layers[:layer]), m_TD, ids_TK, weights_TK)
+        if w.mlp.shared is not None:
+            with jax.named_scope("shared_expert"):
+                y_TD = y_TD + shared_expert(m_TD, w.mlp, act)
+    else:
+        with jax.named_scope("mlp"):
+            y_TD = mlp(m_TD, w.mlp, act)
+    return carry, x_TD + y_TD.astype(x_TD.dtype)
 
 
 def forward(
@@ -38,29 +71,9 @@ def forward(
       experts: routed experts of one layer, numbered among the sparse layers.
     """
     config = weights.config
-    act = activation(config.hidden_act)
     x_TD = weights.embed_VD[tokens_T]
-    sparse_layer = 0
     for layer, w in enumerate(weights.layers):
-        with jax.named_scope("attention"):
-            a_TD = rms_norm(x_TD, w.input_norm_D, config.rms_norm_eps)
-            carry, o_THM = attend(carry, layer, *project_qkv(a_TD, w.attention, positions_T, config))
-            o_TN = o_THM.reshape(o_THM.shape[0], -1).astype(x_TD.dtype)
-            x_TD = x_TD + matmul(o_TN, w.attention.o_ND).astype(x_TD.dtype)
-        m_TD = rms_norm(x_TD, w.post_attention_norm_D, config.rms_norm_eps)
-        if isinstance(w.mlp, MoEWeights):
-            with jax.named_scope("router"):
-                weights_TK, ids_TK = route(m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob)
-            with jax.named_scope("experts"):
-                carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
-            if w.mlp.shared is not None:
-                with jax.named_scope("shared_expert"):
-                    y_TD = y_TD + shared_expert(m_TD, w.mlp, act)
-            sparse_layer += 1
-        else:
-            with jax.named_scope("mlp"):
-                y_TD = mlp(m_TD, w.mlp, act)
-        x_TD = x_TD + y_TD.astype(x_TD.dtype)
+        carry, x_TD = decoder_layer(config, layer, w, x_TD, positions_T, carry, attend, experts)
     return carry, rms_norm(x_TD, weights.norm_D, config.rms_norm_eps)
 
 
