@@ -279,6 +279,8 @@ def check_budgets(
     widths = range(manifest.min_bits, manifest.max_bits + 1)
     bytes_UQ = np.array([[layout.resident_bytes(b) for b in widths] for layout in manifest.layouts()], np.int64)
     num_blocks = scorer.full()[..., 0].size
+    _, loss = np.asarray(_whole(scorer.model.weights, scorer.windows_BT, scorer.reference_BTV), np.float64)
+    append_result(results, "unquantized", {"perplexity": round(float(np.exp(loss)), 4)})
     for bits in (4, 5):
         budget_bytes = num_blocks * int(bytes_UQ[:, bits - manifest.min_bits].sum())
         states = {"uniform": np.full_like(scorer.full(), bits)}
@@ -361,7 +363,7 @@ def main() -> None:
         rise_LEUR = check_singles(scorer, predictions, experts, args.results)
         check_bundles(scorer, predictions, args.bundles, args.results)
         if args.plot:
-            shown = ("checkpoint", "mean", "relative columns")
+            shown = ("mean", "sum", "relative")
             plot(args.plot, rise_LEUR, {proxy: predictions[proxy] for proxy in shown}, experts)
     scorer = Scorer.on(model, _spread(windows, args.budget_windows))
     whole = {proxy: s_LEUQ for proxy, s_LEUQ in predictions.items() if proxy in BUDGET_PROXIES}
