@@ -7,7 +7,7 @@ further bit cuts every cluster in two at its best place, so borders never move a
     3 bits      [        2        ][         3          ]
     4 bits      [    4   ][   5   ][   6   ][     7     ]       children 2c and 2c + 1
 
-LUT entries are weighted means, rounded to float16. The weights of the mean are the inputs' second moments, so the
+LUT entries are weighted means, rounded to float16. The weights of the mean are the columns' importances, so the
 quantizer minimises  sum_j h_j (W_j - W^b_j)^2, the sensitivity of equation 2.
 """
 
@@ -53,15 +53,20 @@ def positive_importance(importance_EC: np.ndarray) -> np.ndarray:
     return np.where(mean_E1 > 0, np.maximum(importance_EC, FLOOR * mean_E1), 1.0)
 
 
+def check_weights(w_ENC: np.ndarray, name: str) -> None:
+    """Raises UserError, with the expert and the row, if a weight is NaN or infinite."""
+    for e in range(len(w_ENC)):  # one expert at a time bounds the temporaries
+        bad_N = ~np.isfinite(w_ENC[e]).all(axis=1)
+        if bad_N.any():
+            raise UserError(f"{name}: expert {e}, row {bad_N.argmax()} has a weight that is NaN or infinite")
+
+
 def _check(w_ENC: np.ndarray, importance_EC: np.ndarray, min_bits: int, max_bits: int, name: str) -> None:
     if not 1 <= min_bits <= max_bits <= 8:
         raise UserError(f"{name}: bitwidths must lie in 1..8 with min <= max, got {min_bits}..{max_bits}")
     if w_ENC.ndim != 3 or importance_EC.shape != (w_ENC.shape[0], w_ENC.shape[2]):
         raise ValueError(f"{name}: need w [E, N, C] and importance [E, C], got {w_ENC.shape}, {importance_EC.shape}")
-    for e in range(len(w_ENC)):  # one expert at a time bounds the temporaries
-        bad_N = ~np.isfinite(w_ENC[e]).all(axis=1)
-        if bad_N.any():
-            raise UserError(f"{name}: expert {e}, row {bad_N.argmax()} has a weight that is NaN or infinite")
+    check_weights(w_ENC, name)
     bad_EC = ~(np.isfinite(importance_EC) & (importance_EC >= 0))
     if bad_EC.any():
         e, c = np.argwhere(bad_EC)[0]
@@ -79,7 +84,7 @@ def quantize(
 
     Args:
       w_ENC: float32 weights, E blocks of N rows and C columns.
-      importance_EC: h >= 0, each column's second moment E[x_c^2]; only ratios within an expert matter.
+      importance_EC: h >= 0, each column's importance (see ``hessian``); only ratios within an expert matter.
       min_bits, max_bits: the bitwidths, 1 <= min <= max <= 8.
       name: what the blocks are called in error messages.
 

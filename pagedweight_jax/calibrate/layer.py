@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagedweight_jax.calibrate.any_precision import quantize
+from pagedweight_jax.calibrate.any_precision import check_weights, quantize
 from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.sensitivity import sensitivity
@@ -44,7 +44,7 @@ def convert_layer(
       manifest: bits and layouts.
       layer: among all layers.
       hidden: holds what enters the layer; what leaves it is written there if a later layer needs it.
-      min_tokens: an expert of fewer calibration tokens takes its layer's average importance.
+      min_tokens: an expert of fewer calibration tokens counts as one of so many average tokens.
       progress: see ``Progress``; the stages are calibrate and quantize.
 
     Raises:
@@ -97,11 +97,13 @@ def _convert_experts(
     *importance_U, uncalibrated_E = importance(moments, min_tokens)
     pages, sensitivity_UEQ = {}, []
     remember = {"uncalibrated": uncalibrated_E, "tokens": moments.tokens_E}
+    if not all(np.isfinite(importance_EC).all() for importance_EC in importance_U):
+        for w_ENC, name in zip((experts.gate_up_ENC, experts.down_ENC), KINDS):  # a bad weight spoils its layer's h
+            check_weights(w_ENC.astype(np.float32), f"layer {layer} {name}")
+        raise UserError(f"layer {layer}: the activations on the calibration text are not finite")
     for kind, name in enumerate(KINDS):
         progress("quantize", len(KINDS) * sparse_layer + kind, num_steps)
         importance_EC = importance_U[kind].astype(np.float32)
-        if not np.isfinite(importance_EC).all():
-            raise UserError(f"layer {layer} {name}: the activations on the calibration text are not finite")
         w_ENC = (experts.gate_up_ENC, experts.down_ENC)[kind].astype(np.float32)
         kind_pages, sensitivity_EQ = _quantize(
             w_ENC, importance_EC, kind, manifest.layouts()[kind], sparse_layer, f"layer {layer} {name}"

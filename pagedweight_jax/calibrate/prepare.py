@@ -25,7 +25,7 @@ from pagedweight_jax.models.weights import without_experts
 from pallas_kernels.bitplane import LAYOUT_VERSION
 
 MIN_TOKENS = 32
-"""An expert routed fewer calibration tokens takes its layer's average importance."""
+"""An expert routed fewer calibration tokens counts as one of so many average tokens of its layer."""
 
 RAM_BYTES = 4 << 30
 """Hidden states up to this size are held in memory."""

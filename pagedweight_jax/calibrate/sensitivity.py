@@ -19,7 +19,7 @@ def sensitivity(
     Args:
       w_ENC: the source weights.
       ap: their any-precision form.
-      importance_EC: h, each column's second moment.
+      importance_EC: h, each column's importance (see ``hessian``).
       min_bits, max_bits: the bitwidths, all of them in ``ap``.
     """
     h_EC = positive_importance(importance_EC)

@@ -158,7 +158,7 @@ class PagedCheckpoint:
         return self.load("calibration/uncalibrated")
 
     def importance(self, kind: int) -> np.ndarray:
-        """Second moments of the inputs of a linear-block kind, float32 [L, E, C]."""
+        """h of eq. 2, the importance of the columns of a linear-block kind, float32 [L, E, C]."""
         return self.load(f"calibration/importance/{KINDS[kind]}")
 
 

@@ -236,7 +236,7 @@ def test_a_full_disk_is_noticed_first(hf_folder, tmp_path, monkeypatch):
     ("tensor", "message"),
     [
         ("model.layers.1.mlp.experts.2.down_proj.weight", "layer 1 down: expert 2, row 5"),
-        ("model.layers.1.self_attn.q_proj.weight", "layer 1 gate_up: the activations .* are not finite"),
+        ("model.layers.1.self_attn.q_proj.weight", "layer 1: the activations .* are not finite"),
     ],
 )
 def test_weights_that_are_not_numbers_are_named(folder, tmp_path, tensor, message):
