@@ -29,8 +29,8 @@ class LateMover:
         self.rng = np.random.default_rng(seed)
         self.arrived = deque()
 
-    def start_reload(self, pages, frames):
-        self.mover.start_reload(pages, frames)
+    def __getattr__(self, name):
+        return getattr(self.mover, name)
 
     def poll(self):
         self.arrived += self.mover.poll()
