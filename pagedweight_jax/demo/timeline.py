@@ -73,13 +73,15 @@ def _legend(axis, handles, labels, below: float, columns: int) -> None:
 def _draw_memory(axis, seconds_N, events) -> None:
     weights_N, kv_N = _values(events, "weight_bytes"), _values(events, "kv_bytes")
     releasing_N, free_N = _values(events, "releasing_bytes"), _values(events, "free_bytes")
-    fixed_N = _values(events, "device_bytes") - weights_N - kv_N - releasing_N - free_N
-    layers = [  # from the bottom up: the KV cache hangs from the budget and meets the weights
-        ("fixed: dense weights, tables, temporaries", fixed_N, GREY),
+    beside_N = _values(events, "device_bytes") - weights_N - kv_N - releasing_N - free_N
+    fixed = beside_N.min()
+    layers = [  # from the bottom up: the KV cache hangs from the arena's end and meets the weights
+        ("fixed: dense weights, tables, temporaries", np.full_like(beside_N, fixed), GREY),
         ("expert weights", weights_N, BLUE),
         ("just released", releasing_N, SKY),
         ("free", free_N, "white"),
         ("KV cache", kv_N, ORANGE),
+        ("pages in transfer", beside_N - fixed, GREEN),
     ]
     names, values, colours = zip(*layers)
     areas = axis.stackplot(seconds_N, [v / MIB for v in values], colors=colours, step="post", linewidth=0)
@@ -90,7 +92,7 @@ def _draw_memory(axis, seconds_N, events) -> None:
     axis.annotate(f"budget {budget:.1f} MiB", (0.995, budget), ha="right", va="bottom", **place)
     axis.set_ylim(0, 1.07 * budget)
     axis.set_ylabel("device memory, MiB")
-    _legend(axis, areas[::-1], names[::-1], below=-0.02, columns=len(layers))
+    _legend(axis, areas[::-1], names[::-1], below=-0.02, columns=3)
 
 
 def _draw_bits(axis, seconds_N, events) -> None:
