@@ -125,7 +125,7 @@ def overlap(engine, calls=6):
     """
     residency = engine.residency
     engine.config = dataclasses.replace(engine.config, mode="frozen")  # the planner would raise bits meanwhile
-    engine.lower_to(3)
+    engine.lower_to(residency.table.min_bits)
     residency.retire()
     rng = np.random.default_rng(2)
     for _ in range(8):
@@ -138,7 +138,7 @@ def overlap(engine, calls=6):
     moved_bytes = len(pt.frame_slots(residency.table.layouts, pages)) * engine.state.geometry.frame_bytes
 
     def take():
-        residency.table = pt.set_desired(residency.table, np.full_like(residency.table.desired_LEU, 6))
+        residency.table = pt.set_desired(residency.table, np.full_like(residency.table.desired_LEU, residency.table.max_bits))
         frames = engine.allocator.take(len(pt.frame_slots(residency.table.layouts, pages)), WEIGHT)
         residency.table = pt.begin_reload(residency.table, pages, frames)
         return frames
