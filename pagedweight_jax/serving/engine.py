@@ -11,6 +11,7 @@ One ``step`` is one safe boundary and the calls that follow it::
     collect    the tokens of the previous step, while the device runs this one
 """
 
+import operator
 import time
 from dataclasses import dataclass, replace
 
@@ -112,9 +113,12 @@ class Engine:
         """Queues a request and returns its record; without ``params`` the prompt is scored, not continued.
 
         Raises:
-          UserError: an empty prompt, token ids outside the vocabulary, or a context that can never fit.
+          UserError: no token ids, or ones outside the vocabulary, or a context that can never fit.
         """
-        prompt = tuple(int(token) for token in prompt)
+        try:
+            prompt = tuple(map(operator.index, prompt))
+        except TypeError as error:  # text, or floats, or a single number
+            raise UserError(f"a prompt must be a list of token ids ({error})") from error
         least = 1 if params else 2
         if len(prompt) < least:
             raise UserError(f"a prompt needs at least {least} token{'s' * (least > 1)}, got {len(prompt)}")

@@ -74,7 +74,7 @@ class LLM:
             for place, (prompt, one) in enumerate(zip(prompts, params)):
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 try:
-                    requests.append(self.engine.add_request(tuple(tokens), one))
+                    requests.append(self.engine.add_request(tokens, one))
                 except UserError as error:
                     raise UserError(f"prompt {place}: {error}") from error
             while self.engine.has_work:

@@ -210,6 +210,8 @@ def test_a_cancelled_request_frees_its_memory_and_disturbs_nobody(engines):
     ("prompt", "params", "message"),
     [
         ((), SamplingParams(), "at least 1 token, got 0"),
+        ((1, 2.5), SamplingParams(), "a prompt must be a list of token ids .'float' object cannot be interpreted"),
+        ("text", SamplingParams(), "a prompt must be a list of token ids .'str' object cannot be interpreted"),
         ((5,), None, "at least 2 tokens, got 1"),
         ((1, 128), SamplingParams(), r"prompt token 1 is 128, the vocabulary is 0\.\.127"),
         ((1, -1), SamplingParams(), "prompt token 1 is -1"),

@@ -35,6 +35,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     [
         ("Once upon a time", FOUR, "prompts must be a list, got one text of 16 characters"),
         ([(1, 2), ()], FOUR, "prompt 1: a prompt needs at least 1 token, got 0"),
+        ([1, 2], FOUR, "prompt 0: a prompt must be a list of token ids ('int' object is not iterable)"),
         ([(1, 2), (3, 128)], FOUR, "prompt 1: prompt token 1 is 128, the vocabulary is 0..127"),
         ([(1, 2), (3,) * 93], FOUR, "prompt 1: a prompt of 93 tokens and 4 to generate make 97, max_model_len is 96"),
         ([(1, 2), "Once"], FOUR, "{path}: no tokenizer (none of tokenizer.json, vocab.json, tokenizer.model)"),
