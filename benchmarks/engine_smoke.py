@@ -138,7 +138,8 @@ def overlap(engine, calls=6):
     moved_bytes = len(pt.frame_slots(residency.table.layouts, pages)) * engine.state.geometry.frame_bytes
 
     def take():
-        residency.table = pt.set_desired(residency.table, np.full_like(residency.table.desired_LEU, residency.table.max_bits))
+        desired_LEU = np.full_like(residency.table.desired_LEU, residency.table.max_bits)
+        residency.table = pt.set_desired(residency.table, desired_LEU)
         frames = engine.allocator.take(len(pt.frame_slots(residency.table.layouts, pages)), WEIGHT)
         residency.table = pt.begin_reload(residency.table, pages, frames)
         return frames
