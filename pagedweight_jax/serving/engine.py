@@ -11,7 +11,6 @@ One ``step`` is one safe boundary and the calls that follow it::
     collect    the tokens of the previous step, while the device runs this one
 """
 
-import operator
 import time
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,7 @@ from pagedweight_jax.serving.events import BoundaryEvent
 from pagedweight_jax.serving.kv_blocks import KVBlocks
 from pagedweight_jax.serving.ledger import tree_bytes
 from pagedweight_jax.serving.loading import BATCH_PAGES, load
-from pagedweight_jax.serving.request import Request, SamplingParams
+from pagedweight_jax.serving.request import Request, SamplingParams, token_ids
 from pagedweight_jax.serving.residency import Residency
 from pagedweight_jax.serving.scheduler import Chunk, Schedule, Scheduler, padded
 from pagedweight_jax.serving.state import MAX_STOP_IDS
@@ -115,16 +114,10 @@ class Engine:
         Raises:
           UserError: no token ids, or ones outside the vocabulary, or a context that can never fit.
         """
-        try:
-            prompt = tuple(map(operator.index, prompt))
-        except TypeError as error:  # text, or floats, or a single number
-            raise UserError(f"a prompt must be a list of token ids ({error})") from error
+        prompt = token_ids(prompt, self.model.vocab_size)
         least = 1 if params else 2
         if len(prompt) < least:
             raise UserError(f"a prompt needs at least {least} token{'s' * (least > 1)}, got {len(prompt)}")
-        for place, token in enumerate(prompt):
-            if not 0 <= token < self.model.vocab_size:
-                raise UserError(f"prompt token {place} is {token}, the vocabulary is 0..{self.model.vocab_size - 1}")
         stops = params.stop_ids(self.model.eos_token_ids) if params else ()
         request = Request(number=self._next_number, prompt=prompt, params=params, stops=stops)
         context_tokens = request.max_context_tokens

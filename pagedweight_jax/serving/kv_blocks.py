@@ -55,7 +55,7 @@ class KVBlocks:
         return True
 
     def release(self, row: int) -> None:
-        """Frees all blocks of ``row``. Calls in flight still drop or overwrite them in order, before anyone reads."""
+        """Frees all blocks of ``row`` at once: calls in flight that still use them run before any of a new owner."""
         held = int(self.num_blocks_B[row])
         if held:
             self.allocator.give(self.table_BGLF[row, :held].reshape(-1))

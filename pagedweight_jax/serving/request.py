@@ -2,6 +2,8 @@
 """A request: what was asked, and how far it has come."""
 
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +50,22 @@ class SamplingParams:
         if len(stops) > MAX_STOP_IDS:
             raise UserError(f"a request may have at most {MAX_STOP_IDS} stop tokens, got {len(stops)}")
         return stops
+
+
+def token_ids(prompt: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Returns a prompt's token ids as integers.
+
+    Raises:
+      UserError: they are not integers (text, floats, a single number), or one is outside the vocabulary.
+    """
+    try:
+        tokens = tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise UserError(f"a prompt must be a list of token ids ({error})") from error
+    for place, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise UserError(f"prompt token {place} is {token}, the vocabulary is 0..{vocab_size - 1}")
+    return tokens
 
 
 FinishReason = Literal["stop", "length", "cancelled"]

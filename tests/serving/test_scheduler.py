@@ -270,7 +270,6 @@ SETTINGS = settings(
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
-    database=None,
     suppress_health_check=list(HealthCheck),
 )
 
