@@ -29,7 +29,9 @@ def add_verbs(verbs) -> None:
     )
     verb.add_argument("--bits", type=int, help="one bitwidth for all experts (frozen; default: what --memory gives)")
     verb.add_argument(
-        "--window", type=int, default=ServeConfig.max_model_len, help="tokens of a window (default %(default)s)"
+        "--window",
+        type=int,
+        help=f"tokens of a window (default {ServeConfig.max_model_len}, or the model's context if that is shorter)",
     )
     verb.add_argument("--limit", type=int, help="score this many windows at most")
     most_rows = ServeConfig.max_num_seqs
@@ -87,13 +89,15 @@ def evaluate(args: argparse.Namespace) -> int:
 
     checkpoint = open_checkpoint(args.checkpoint)
     tokens = load_tokenizer(args.checkpoint)(read_text(args.text), verbose=False).input_ids
-    windows = split_windows(tokens, args.window, args.limit)
+    context_tokens = checkpoint.manifest.config.max_position_embeddings
+    window_tokens = args.window if args.window is not None else min(ServeConfig.max_model_len, context_tokens)
+    windows = split_windows(tokens, window_tokens, args.limit)
     rows = args.rows if args.rows is not None else 1 if args.mode == "frozen" else ServeConfig.max_num_seqs
     config = ServeConfig(
         memory_bytes=1,
         max_num_seqs=rows,
-        max_model_len=args.window,
-        prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, args.window),
+        max_model_len=window_tokens,
+        prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, window_tokens),
         mode=args.mode,
         bits=args.bits,
     )

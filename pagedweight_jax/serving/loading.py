@@ -261,14 +261,19 @@ def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Se
 def _start_bits(
     calibration: Calibration, bytes_UQ: np.ndarray, geometry: Geometry, ledger: Ledger, config: ServeConfig
 ) -> np.ndarray:
-    """Returns the bits to begin with, [L, E, U]: what the arena holds beside the KV cache that was asked for."""
+    """Returns the bits to begin with, [L, E, U]: what the arena holds beside the KV cache that was asked for.
+
+    A server that may move pages starts at the floor where its watermark leaves no more: the ledger accepted it.
+    """
+    kv_blocks = config.max_num_seqs * geometry.blocks_per_row
     if config.kv_tokens is not None:
         kv_blocks = -(-config.kv_tokens // geometry.kv.block_tokens)
     elif config.mode == "dynamic":
-        kv_blocks = config.planner.high_watermark_blocks + 1
-    else:
-        kv_blocks = config.max_num_seqs * geometry.blocks_per_row
+        kv_blocks = min(kv_blocks, config.planner.high_watermark_blocks + 1)
     weight_bytes = ledger.arena_bytes - kv_blocks * geometry.block_bytes
+    if config.kv_tokens is None and config.mode == "dynamic":
+        floor_bytes = calibration.sensitivity_LEUQ[:, :, 0, 0].size * int(bytes_UQ[:, 0].sum())
+        weight_bytes = max(weight_bytes, floor_bytes)
     if config.bits is None:
         return initial_bits(calibration, bytes_UQ, weight_bytes, config.planner.global_sensitivity)
     bits_LEU = np.full(calibration.sensitivity_LEUQ.shape[:3], config.bits)
