@@ -80,7 +80,11 @@ class Scheduler:
         return min(end, request.max_context_tokens)
 
     def pending_blocks(self) -> int:
-        """Blocks that growth will take: the running rows' next call, and the first waiting request if a row is free."""
+        """Blocks that growth will take: what running rows still lack, and the first waiting request if a row is free.
+
+        Running rows lack the next chunk of their prompt, or what ``schedule`` did not find for them; the tokens of the
+        next decode calls are taken before they are needed, and what follows them is the low watermark's business.
+        """
         pending = sum(self.blocks.missing_blocks(row, self._context_tokens(r)) for row, r in self.running.items())
         if self.waiting and len(self.running) < len(self.blocks.num_blocks_B):
             pending += self._admission_blocks(self.waiting[0])
