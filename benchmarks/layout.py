@@ -18,7 +18,6 @@ import dataclasses
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -34,6 +33,7 @@ from jax.experimental import pallas as pl
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from layout_candidates import VARIANTS, Case, cases
+from record import environment
 
 from pallas_kernels._triton import CompilerParams
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
@@ -246,18 +246,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150, help="stop after this long")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "layout.jsonl")
-    parser.add_argument("--commit", default=None, help="what to record where git is not at hand")
     options = parser.parse_args()
     start = time.perf_counter()
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
-    about = {"commit": commit, "jax": jax.__version__, "device": device.device_kind, "python": sys.version.split()[0]}
+    about = environment()
     print(about, flush=True)
 
     specs = list(SPECS.values()) if on_gpu else [tiny(spec) for spec in SPECS.values()]

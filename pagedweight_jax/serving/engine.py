@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.paging.arena import FREE, KV, RETIRED, WEIGHT
@@ -67,7 +67,7 @@ class Engine:
         checkpoint: PagedCheckpoint,
         config: ServeConfig,
         device: jax.Device | None = None,
-        progress: Progress = lambda stage, done, total: None,
+        progress: Progress = no_progress,
     ):
         device = device or jax.devices()[0]
         loaded = load(checkpoint, config, device, progress)

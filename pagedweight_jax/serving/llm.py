@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pagedweight_jax.checkpoint.paged import Progress, open_checkpoint
+from pagedweight_jax.checkpoint.paged import Progress, no_progress, open_checkpoint
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
@@ -34,7 +34,7 @@ class LLM:
         self,
         path: str | Path,
         config: ServeConfig,
-        progress: Progress = lambda stage, done, total: None,
+        progress: Progress = no_progress,
     ):
         self.path = Path(path)
         self.engine = Engine(open_checkpoint(self.path), config, progress=progress)

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagedweight_jax.checkpoint.dense import abstract_dense
 from pagedweight_jax.checkpoint.manifest import PagedManifest
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
 from pagedweight_jax.config import KINDS, ModelConfig, ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import Weights
@@ -67,7 +67,7 @@ def load(
     checkpoint: PagedCheckpoint,
     config: ServeConfig,
     device: jax.Device | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> Loaded:
     """Returns the checkpoint's model on ``device``, laid out within ``config.memory_bytes``.
 

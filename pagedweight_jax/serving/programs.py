@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pagedweight_jax.checkpoint.paged import Progress
+from pagedweight_jax.checkpoint.paged import Progress, no_progress
 from pagedweight_jax.config import KINDS, ServeConfig
 from pagedweight_jax.models.weights import Weights
 from pagedweight_jax.serving import steps
@@ -52,7 +52,7 @@ def compile_programs(
     config: ServeConfig,
     batch_pages: int,
     update_frames: int,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> Programs:
     """Returns the programs for weights and state of these shapes.
 
