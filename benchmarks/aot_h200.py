@@ -22,6 +22,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # with the wheels installed and no GPU, loo
 os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+# JAX reads all of the above when it is imported, so these imports cannot stand at the top.
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
