@@ -65,7 +65,7 @@ def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, posi
             down=geometry.down,
         )
         ids_TK = jnp.where(there_T[:, None], ids_TK, config.num_experts)
-        y_TD = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
+        y_TD, _ = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
         return arena, y_TD.astype(m_TD.dtype)
 
     arena, hidden_TD = transformer.forward(

@@ -19,8 +19,12 @@ def moe_ffn(
     *,
     activation: str = "silu",
     implementation: str = "xla",
-) -> jax.Array:
-    """Returns sum_k w_k down[e_k] (act(gate[e_k] m) * (up[e_k] m)), float32[T, D].
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (y_TD, h_square_TK), both float32: the experts' weighted sum, and how large their activations were.
+
+    With h_tk = act(gate[e] m_t) * (up[e] m_t) of e = ids_tk, rounded to m's dtype as it enters ``down``::
+
+        y_t = sum_k w_tk down[e] h_tk            h_square_tk = sum_f h_tkf^2, 0 where the id selects nothing
 
     Args:
       arena_AW: uint32[A, W], the arena's frames.

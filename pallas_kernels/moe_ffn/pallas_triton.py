@@ -242,13 +242,15 @@ def moe_ffn(
     weights_TK: jax.Array,
     activation: str,
     interpret: bool = False,
-) -> jax.Array:
-    """Returns sum_k w_k down[e_k] (act(gate[e_k] m) * (up[e_k] m)), float32[T, D], for the few tokens of a decode step.
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (y_TD, h_square_TK), float32, as the API defines them, for the few tokens of a decode step.
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
     ids_P = ids_TK.reshape(-1)
     h_PF = gate_up(arena_AW, pages, m_TD, ids_P, activation=activation, interpret=interpret)
     y_TKD = down(arena_AW, pages, h_PF, ids_P, interpret=interpret).reshape(*ids_TK.shape, -1)
-    used_TK1 = (ids_TK < pages.bits_EU.shape[0])[..., None]
-    return jnp.sum(jnp.where(used_TK1, weights_TK[..., None] * y_TKD, 0.0), axis=1)
+    used_TK = ids_TK < pages.bits_EU.shape[0]
+    h_square_TK = jnp.sum(jnp.square(h_PF.astype(jnp.float32)), axis=-1).reshape(ids_TK.shape)
+    y_TD = jnp.sum(jnp.where(used_TK[..., None], weights_TK[..., None] * y_TKD, 0.0), axis=1)
+    return y_TD, jnp.where(used_TK, h_square_TK, 0.0)

@@ -53,14 +53,16 @@ def random_experts(rng, bits_EU):
 
 
 def loop(dense, m, ids, weights):
-    y = np.zeros((len(m), D))
+    y, h_square = np.zeros((len(m), D)), np.zeros(ids.shape)
     for t in range(len(m)):
-        for e, w in zip(ids[t], weights[t], strict=True):
+        for k, e in enumerate(ids[t]):
             if e < E:
                 gate_up = dense[0][e].astype(np.float64) @ m[t]
                 gate, up = gate_up[:F], gate_up[F:]
-                y[t] += w * (dense[1][e].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
-    return y
+                h = gate / (1 + np.exp(-gate)) * up
+                y[t] += weights[t, k] * (dense[1][e].astype(np.float64) @ h)
+                h_square[t, k] = h @ h
+    return y, h_square
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -71,10 +73,23 @@ def test_equals_a_loop_over_tokens_at_any_mix_of_bitwidths(seed, tokens):
     m = rng.normal(size=(tokens, D)).astype(np.float32)
     ids = np.stack([rng.permutation(E + 1)[:2] for _ in range(tokens)])  # E itself selects nothing
     weights = rng.random((tokens, 2)).astype(np.float32)
-    y = jax.jit(moe_ffn)(arena, pages, m, ids, weights)
-    assert relative_error(y, loop(dense, m, ids, weights)) < 1e-5
+    out = jax.jit(moe_ffn)(arena, pages, m, ids, weights)
+    for ours, theirs in zip(out, loop(dense, m, ids, weights), strict=True):
+        assert ours.dtype == jnp.float32
+        assert relative_error(ours, theirs) < 1e-5
     wrong = [dense[0][::-1], dense[1]]
-    assert relative_error(y, loop(wrong, m, ids, weights)) > 1e-2
+    for ours, theirs in zip(out, loop(wrong, m, ids, weights), strict=True):
+        assert relative_error(ours, theirs) > 1e-2
+
+
+def test_activations_are_measured_as_they_enter_down():
+    rng = np.random.default_rng(3)
+    arena, pages, dense = random_experts(rng, np.full((E, 2), 6))
+    m = rng.normal(size=(4, D)).astype(jnp.bfloat16)
+    _, h_square = moe_ffn(arena, pages, m, np.arange(4)[:, None], np.ones((4, 1), np.float32))
+    gate, up = np.split(np.einsum("enc,ec->en", np.stack(dense[0][:4]).astype(jnp.bfloat16), m, dtype=np.float32), 2, 1)
+    h = (np.asarray(jax.nn.silu(gate)) * up).astype(jnp.bfloat16).astype(np.float64)  # rounded, then squared
+    np.testing.assert_allclose(h_square[:, 0], np.sum(h * h, axis=1), rtol=1e-3)
 
 
 def test_a_row_does_not_depend_on_the_other_rows():
@@ -88,8 +103,9 @@ def test_a_row_does_not_depend_on_the_other_rows():
     for row in range(6):
         alone_ids = np.where(np.arange(6)[:, None] == row, ids, E)
         alone = run(arena, pages, np.where(np.arange(6)[:, None] == row, m, 0.0), alone_ids, weights)
-        chex.assert_trees_all_equal(alone[row], together[row])
-        assert not np.any(np.delete(np.asarray(alone), row, axis=0))
+        for one, all_rows in zip(alone, together, strict=True):
+            chex.assert_trees_all_equal(one[row], all_rows[row])
+            assert not np.any(np.delete(np.asarray(one), row, axis=0))
 
 
 def test_bad_arguments_are_refused():

@@ -67,10 +67,12 @@ def random_tokens(spec, num_tokens, seed=0):
 
 @partial(jax.jit, static_argnames=("activation", "interpret"))
 def run(arena, pages, m_TD, ids_TK, weights_TK, activation="silu", interpret=True):
-    return moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation, interpret=interpret)
+    return moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation, interpret=interpret)[0]
 
 
-define = jax.jit(reference.moe_ffn, static_argnames="activation")
+@partial(jax.jit, static_argnames="activation")
+def define(arena, pages, m_TD, ids_TK, weights_TK, activation):
+    return reference.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation)[0]
 
 
 def mixed_bits(shift):
@@ -146,4 +148,6 @@ def test_real_sizes_lower_to_triton(name, num_tokens):
     text = lowered.as_text()
     assert text.count('name = "gate_up"') == 1
     assert text.count('name = "down"') == 1
-    assert lowered.out_info.shape == (num_tokens, spec.hidden_size)
+    y, h_square = lowered.out_info
+    assert y.shape == (num_tokens, spec.hidden_size)
+    assert h_square.shape == (num_tokens, spec.top_k)
