@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass
 
+from pagedweight_jax.planning.signals import RequestSignals
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVPressure:
@@ -28,7 +30,11 @@ class Observation:
     Attributes:
       boundary: number of the safe boundary, counted from the start of serving.
       kv: pressure of the KV cache.
+      requests: what the running requests' tokens showed.
+      kv_blocks: KV blocks that each of them holds, in the same order.
     """
 
     boundary: int
     kv: KVPressure
+    requests: tuple[RequestSignals, ...] = ()
+    kv_blocks: tuple[int, ...] = ()

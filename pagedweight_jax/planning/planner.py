@@ -116,6 +116,28 @@ def initial_bits(
     return full_LEU - greedy_select(actions, full_bytes - budget_bytes)
 
 
+def releasable_bytes(
+    table: "PageTable", calibration: Calibration, queue: PlanQueue, config: PlannerConfig
+) -> int:
+    """Returns the bytes that ``plan_step`` could still release at its most relaxed stage, whatever the traffic.
+
+    Args:
+      table, calibration, queue, config: as for ``plan_step``.
+    """
+    if not config.page_movement:
+        return 0
+    lowest_LEU = np.minimum(table.desired_LEU, lowest_floor(calibration, config))
+    return MovePlan.between(
+        table.desired_LEU, lowest_LEU, table.bytes_UQ, calibration.min_bits
+    ).total_released_bytes
+
+
+def lowest_floor(calibration: Calibration, config: PlannerConfig) -> int:
+    """Returns the bits to which the most relaxed stage can lower every block, whichever bucket it falls into."""
+    policy = calibration.policy
+    return max(calibration.min_bits, policy.floors[-1] - policy.stages[-1])
+
+
 # Pressure
 
 
