@@ -22,6 +22,7 @@ from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.paging import table as pt
 from pagedweight_jax.paging.arena import WEIGHT
 from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.loading import budget_bytes
 from pagedweight_jax.serving.request import SamplingParams
 from pagedweight_jax.units import format_size
 
@@ -72,21 +73,17 @@ def compare_with_cpu(device):
     }
 
 
-def trade(checkpoint, device, ample_bytes, prompt_tokens):
+def trade(checkpoint, device, prompt_tokens):
     """Serves growing contexts under a budget that cannot hold them beside the top width."""
-    ample = ServeConfig(memory_bytes=ample_bytes, max_num_seqs=8, max_model_len=2048, steps_per_call=8)
-    began = time.perf_counter()
-    engine = Engine(checkpoint, ample, device)
-    build_seconds = time.perf_counter() - began
-    geometry, table = engine.state.geometry, engine.residency.table
-    top_bytes = int(table.bytes_UQ[:, -1].sum()) * table.committed_LEU[..., 0].size
-    fixed_bytes = engine.ledger.total_bytes - engine.ledger.arena_bytes
-    kv_bytes = 8 * geometry.blocks_per_row * geometry.block_bytes
-    engine.close()
-    budget_bytes = fixed_bytes + top_bytes + kv_bytes // 4
     planner = PlannerConfig(low_watermark_blocks=32, high_watermark_blocks=64, max_reload_bytes=256 << 20)
-    engine = Engine(checkpoint, dataclasses.replace(ample, memory_bytes=budget_bytes, planner=planner), device)
-    print(f"budget {format_size(budget_bytes)}")
+    config = ServeConfig(memory_bytes=1, max_num_seqs=8, max_model_len=2048, steps_per_call=8, planner=planner)
+    kv_tokens = config.max_num_seqs * config.max_model_len // 8
+    bits = checkpoint.manifest.max_bits
+    memory_bytes = budget_bytes(checkpoint.manifest, config, bits=bits, kv_tokens=kv_tokens, device=device)
+    began = time.perf_counter()
+    engine = Engine(checkpoint, dataclasses.replace(config, memory_bytes=memory_bytes), device)
+    build_seconds = time.perf_counter() - began
+    print(f"budget {format_size(memory_bytes)}")
     for name, num_bytes in engine.ledger.rows():
         print(f"  {name:36s} {format_size(num_bytes):>12s}")
     program = engine.programs.decode.memory_analysis()
@@ -106,6 +103,7 @@ def trade(checkpoint, device, ample_bytes, prompt_tokens):
         "decode_alias_bytes": program.alias_size_in_bytes,
         "decode_temporary_bytes": program.temp_size_in_bytes,
         "arena_in_place": in_place,
+        "budget_bytes": memory_bytes,
         "start_bits": start_bits,
         "least_bits": min(e.mean_bits for e in engine.events),
         "end_bits": engine.residency.mean_bits,
@@ -157,7 +155,7 @@ def overlap(engine, calls=6):
             residency.mover.start_reload(pages, frames)
         if decode:
             for _ in range(calls):
-                engine.state, tokens = engine.programs.decode(engine.weights, engine.state)
+                engine.state, tokens, *_ = engine.programs.decode(engine.weights, engine.state)
         if transfer:
             landed = list(residency.mover.drain())
         jax.block_until_ready(tokens)
@@ -187,25 +185,23 @@ def main():
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=60)
     parser.add_argument("--max-bits", type=int, default=6)
-    parser.add_argument("--ample-memory", type=int, default=40 * GIB, help="bytes for a first look at all sizes")
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--out", default="benchmarks/results/engine_smoke.jsonl")
     arguments = parser.parse_args()
     device = jax.devices()[0]
     jnp.zeros(1).block_until_ready()
-    parity = compare_with_cpu(device)
-    print("parity ", parity)
-    append_result(arguments.out, "engine_smoke.parity", parity)
     config = qwen_moe_config(arguments.layers, num_experts=arguments.experts, vocab_size=32_768)
-    engine, record = trade(
-        RandomCheckpoint.make(config, 3, arguments.max_bits), device, arguments.ample_memory, arguments.prompt_tokens
-    )
+    checkpoint = RandomCheckpoint.make(config, 3, arguments.max_bits)
+    engine, record = trade(checkpoint, device, arguments.prompt_tokens)  # first: the peak of memory is the process's
     print("trade  ", record)
     append_result(arguments.out, "engine_smoke.trade", record)
     record = overlap(engine)
     print("overlap", record)
     append_result(arguments.out, "engine_smoke.overlap", record)
     engine.close()
+    parity = compare_with_cpu(device)
+    print("parity ", parity)
+    append_result(arguments.out, "engine_smoke.parity", parity)
 
 
 if __name__ == "__main__":
