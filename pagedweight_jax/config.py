@@ -74,6 +74,8 @@ class PlannerConfig:
       high_watermark_blocks: precision is raised again only with free KV blocks above this many.
       hysteresis_boundaries: a block lowered within this many boundaries is not raised.
       max_reload_bytes: bytes that one boundary may start to reload.
+      routing_statistics: False ignores which experts the running requests use: μ = 1 and no floors or caps.
+      prompt_residual: False ignores what the running requests' activations are like: η = 1.
       global_sensitivity: False lowers all blocks alike, highest bits first (uniform bits), the ablation.
       page_movement: False keeps the initial bits, the ablation "no page movement".
     """
@@ -82,6 +84,8 @@ class PlannerConfig:
     high_watermark_blocks: int = 16
     hysteresis_boundaries: int = 8
     max_reload_bytes: int = 64 << 20
+    routing_statistics: bool = True
+    prompt_residual: bool = True
     global_sensitivity: bool = True
     page_movement: bool = True
 

@@ -28,19 +28,25 @@ def route(m_TD: jax.Array, router_DE: jax.Array, k: int, renormalise: bool) -> t
 
 def dense_experts(
     m_TD: jax.Array, ids_TK: jax.Array, weights_TK: jax.Array, experts: ExpertWeights, act: Activation
-) -> jax.Array:
-    """Returns ``y_t = sum_k weights_tk * down[e] @ (act(gate[e] @ m_t) * (up[e] @ m_t))``, e = ids_tk, float32[T, D].
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (y_TD, h_square_TK), float32: ``y_t = sum_k weights_tk * down[e] @ h_tk`` and ``|h_tk|^2``.
 
-    Runs every expert on every token, in the order of their ids: the definition, not a fast path.
+    ``h_tk = act(gate[e] @ m_t) * (up[e] @ m_t)`` of e = ids_tk; an id of E or more selects nothing. Runs every expert
+    on every token, in the order of their ids: the definition, not a fast path.
     """
 
-    def add_expert(e, y_TD):
-        weight_T = jnp.sum(jnp.where(ids_TK == e, weights_TK, 0), axis=-1, dtype=jnp.float32)
+    def add_expert(e, sums):
+        y_TD, h_square_TK = sums
+        chosen_TK = ids_TK == e
+        weight_T = jnp.sum(jnp.where(chosen_TK, weights_TK, 0), axis=-1, dtype=jnp.float32)
         gate_TF, up_TF = jnp.split(matmul(m_TD, experts.gate_up_ENC[e].T), 2, axis=-1)
         h_TF = (act(gate_TF) * up_TF).astype(m_TD.dtype)
-        return y_TD + weight_T[:, None] * matmul(h_TF, experts.down_ENC[e].T)
+        h_square_T = jnp.sum(jnp.square(h_TF.astype(jnp.float32)), axis=-1)
+        y_TD = y_TD + weight_T[:, None] * matmul(h_TF, experts.down_ENC[e].T)
+        return y_TD, jnp.where(chosen_TK, h_square_T[:, None], h_square_TK)
 
-    return jax.lax.fori_loop(0, experts.down_ENC.shape[0], add_expert, jnp.zeros(m_TD.shape, jnp.float32))
+    sums = jnp.zeros(m_TD.shape, jnp.float32), jnp.zeros(ids_TK.shape, jnp.float32)
+    return jax.lax.fori_loop(0, experts.down_ENC.shape[0], add_expert, sums)
 
 
 def shared_expert(m_TD: jax.Array, w: MoEWeights, act: Activation) -> jax.Array:

@@ -94,7 +94,7 @@ def dense_forward(weights: Weights, tokens_T: jax.Array) -> jax.Array:
         return carry, dense_attention(q_THM, k_TJM, v_TJM, config.head_dim**-0.5, config.windows[layer])
 
     def experts(carry, sparse_layer, m_TD, ids_TK, weights_TK):
-        return carry, dense_experts(m_TD, ids_TK, weights_TK, expert_weights[sparse_layer], act)
+        return carry, dense_experts(m_TD, ids_TK, weights_TK, expert_weights[sparse_layer], act)[0]
 
     positions_T = jnp.arange(tokens_T.shape[0])
     _, hidden_TD = forward(weights, tokens_T, positions_T, None, attend, experts)

@@ -287,7 +287,7 @@ class Engine:
         tokens_NB, rows = None, ()
         if schedule.decode:
             rows = tuple((row, r) for row, r in self.scheduler.running.items() if r.decoding)
-            self.state, tokens_NB = self.programs.decode(self.weights, self.state)
+            self.state, tokens_NB, _ = self.programs.decode(self.weights, self.state)
         return _InFlight(first_tokens=tuple(first_tokens), scores=tuple(scores), tokens_NB=tokens_NB, rows=rows)
 
     def _assign_row(self, row: int, params: SamplingParams, stops: tuple[int, ...]) -> None:
@@ -298,7 +298,7 @@ class Engine:
         )
 
     def _prefill(self, chunk: Chunk) -> jax.Array:
-        self.state, token = self.programs.prefill(
+        self.state, token, _ = self.programs.prefill(
             self.weights,
             self.state,
             np.int32(chunk.request.row),
@@ -311,7 +311,7 @@ class Engine:
     def _score(self, chunk: Chunk) -> tuple[Request, int, jax.Array, int]:
         request, num_tokens = chunk.request, len(chunk.tokens)
         targets = request.prompt[chunk.start + 1 : chunk.start + 1 + num_tokens]
-        self.state, logprobs_T = self.programs.score(
+        self.state, logprobs_T, _ = self.programs.score(
             self.weights,
             self.state,
             np.int32(request.row),

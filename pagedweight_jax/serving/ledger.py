@@ -24,6 +24,7 @@ class Ledger:
       dense_bytes: weights that are not paged.
       table_bytes: page tables, block tables and sampling state, twice: a step's new tables exist beside the old ones.
       temporary_bytes: the largest compiled program's own temporaries and results.
+      result_bytes: results of calls that wait for the host to read them, at most.
       staging_bytes: pages on their way from the host that have not landed yet, at most.
       arena_bytes: weight pages, KV blocks, frames being released and free frames.
     """
@@ -32,6 +33,7 @@ class Ledger:
     dense_bytes: int
     table_bytes: int
     temporary_bytes: int
+    result_bytes: int
     staging_bytes: int
     arena_bytes: int
 
@@ -41,7 +43,8 @@ class Ledger:
 
     @property
     def total_bytes(self) -> int:
-        return self.dense_bytes + self.table_bytes + self.temporary_bytes + self.staging_bytes + self.arena_bytes
+        fixed_bytes = self.dense_bytes + self.table_bytes + self.temporary_bytes + self.result_bytes
+        return fixed_bytes + self.staging_bytes + self.arena_bytes
 
     def rows(self) -> list[tuple[str, int]]:
         """Returns (what, bytes) for the start-up table."""
@@ -49,6 +52,7 @@ class Ledger:
             ("dense weights", self.dense_bytes),
             ("tables and sampling state", self.table_bytes),
             ("compiled programs' temporaries", self.temporary_bytes),
+            ("results to be read, at most", self.result_bytes),
             ("pages in transfer, at most", self.staging_bytes),
             ("arena: weight pages and KV cache", self.arena_bytes),
             ("not used", self.budget_bytes - self.total_bytes),
@@ -61,6 +65,7 @@ def plan_ledger(
     dense_bytes: int,
     table_bytes: int,
     temporary_bytes: int,
+    result_bytes: int,
     staging_bytes: int,
     floor_bytes: int,
     geometry: Geometry,
@@ -75,7 +80,7 @@ def plan_ledger(
     Raises:
       UserError: the budget does not hold the model at the floor and that one request, with the numbers.
     """
-    fixed_bytes = dense_bytes + table_bytes + temporary_bytes + staging_bytes
+    fixed_bytes = dense_bytes + table_bytes + temporary_bytes + result_bytes + staging_bytes
     left_bytes = budget_bytes - fixed_bytes
     block_bytes, block_tokens = geometry.block_bytes, geometry.kv.block_tokens
     one_request_bytes = geometry.blocks_per_row * block_bytes
@@ -93,6 +98,7 @@ def plan_ledger(
         dense_bytes=dense_bytes,
         table_bytes=table_bytes,
         temporary_bytes=temporary_bytes,
+        result_bytes=result_bytes,
         staging_bytes=staging_bytes,
         arena_bytes=left_bytes // geometry.frame_bytes * geometry.frame_bytes,
     )

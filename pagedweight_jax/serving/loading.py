@@ -25,6 +25,7 @@ from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
+from pagedweight_jax.serving.trace import sums_bytes
 from pagedweight_jax.units import format_size
 from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
@@ -142,6 +143,7 @@ class _Shapes:
     dtype: str
     geometry: Geometry
     update_frames: int
+    result_bytes: int
 
     @property
     def model(self) -> ModelConfig:
@@ -158,18 +160,23 @@ class _Shapes:
             "dense_bytes": tree_bytes(self.weights),
             "table_bytes": 2 * tree_bytes(_abstract_state(self.model, self.geometry, 0)),
             "temporary_bytes": temporary_bytes,
+            "result_bytes": self.result_bytes,
             "staging_bytes": STAGED_BATCHES * self.update_frames * self.geometry.frame_bytes,
         }
 
 
 def _shapes(manifest: PagedManifest, config: ServeConfig, device: jax.Device) -> _Shapes:
     model, layouts = manifest.config, manifest.layouts()
+    # Two boundaries' results of every row: a chunk's and its share of a decode call's.
+    row_bytes = 2 * sums_bytes(model.num_sparse_layers, model.num_experts)
+    row_bytes += 4 * (config.prefill_chunk_tokens + 1 + config.steps_per_call)
     dtype = config.dtype or ("bfloat16" if device.platform == "gpu" else "float32")
     return _Shapes(
         weights=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_dense(model)),
         dtype=dtype,
         geometry=make_geometry(model, layouts, config.kv_dtype, config.max_num_seqs, config.max_model_len),
         update_frames=BATCH_PAGES * max(layout.page_frames(p) for layout in layouts for p in range(layout.max_bits)),
+        result_bytes=2 * config.max_num_seqs * row_bytes,
     )
 
 
@@ -243,18 +250,20 @@ def _fit(shapes: _Shapes, config: ServeConfig, progress: Progress) -> tuple[Ledg
 
 
 def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: ServeConfig) -> int:
-    """An upper guess of the programs' temporaries: a chunk's attention, experts and logits, or a decode step's."""
+    """An upper guess of the programs' temporaries: a chunk's attention, experts, logits or sums, or a decode call's."""
     rows, chunk_tokens = config.max_num_seqs, config.prefill_chunk_tokens
     block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
     split_values = SPLIT_TOKENS * model.num_kv_heads * model.head_dim
     # Per token: scores of a split, queries and outputs; or gate, up and their product.
     attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + model.hidden_size
     expert_values = 4 * model.moe_intermediate_size + 2 * model.hidden_size
+    trace_values = model.num_sparse_layers * model.num_experts_per_tok * model.num_experts
     return 4 * max(
         chunk_tokens * attention_values + 2 * split_values,
         chunk_tokens * expert_values + 2 * block_values,
         chunk_tokens * (model.vocab_size + 4 * model.hidden_size),
         rows * (attention_values + 4 * split_values + model.vocab_size),
+        6 * max(chunk_tokens, rows * config.steps_per_call) * trace_values,
     )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every jitted function of the server. Pure: weights and state in, state and results out; the state is donated.
 
+The steps that run the model also return the ``RoutingSums`` of the tokens that they read, which are nobody's input.
 The bodies are plain functions of pytrees and can be called inside a user's own ``jit``; the public names are jitted.
 """
 
@@ -17,13 +18,14 @@ from pagedweight_jax.models.weights import MoEWeights, Weights
 from pagedweight_jax.paging.page_map import PageMap
 from pagedweight_jax.serving.sampling import sample
 from pagedweight_jax.serving.state import DecodeState
+from pagedweight_jax.serving.trace import ExpertTrace, RoutingSums, routing_sums, row_sums
 from pallas_kernels.moe_ffn.api import moe_ffn
 from pallas_kernels.moe_ffn.pages import WeightPages
 from pallas_kernels.paged_attention.api import paged_attention, write_kv
 
 
 def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, positions_RT):
-    """Runs the model on R rows of T tokens each over the paged cache; returns (arena, hidden_RTD).
+    """Runs the model on R rows of T tokens each over the paged cache; returns (arena, hidden_RTD, trace of R T tokens).
 
     A negative position is a token that is not there: it writes no KV, selects no expert, and its output means nothing.
     """
@@ -38,7 +40,8 @@ def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, posi
     frames_TLF = table_RGLF[row_T, slots_T // kv.block_tokens]
     frames_TLF = jnp.where(there_T[:, None, None], frames_TLF, state.arena_AW.shape[0])  # out of range: dropped
 
-    def attend(arena, layer, q_THM, k_TJM, v_TJM):
+    def attend(carry, layer, q_THM, k_TJM, v_TJM):
+        arena, seen = carry
         arena = write_kv(arena, frames_TLF[:, layer], slots_T % kv.block_tokens, k_TJM, v_TJM, kv)
         o = paged_attention(
             arena,
@@ -49,36 +52,39 @@ def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, posi
             scale=config.head_dim**-0.5,
             window=config.windows[layer],
         )
-        return arena, o.reshape(q_THM.shape).astype(q_THM.dtype)
+        return (arena, seen), o.reshape(q_THM.shape).astype(q_THM.dtype)
 
     dense = [w.mlp.experts for w in weights.layers if isinstance(w.mlp, MoEWeights)]
 
-    def experts(arena, layer, m_TD, ids_TK, weights_TK):
-        if dense[layer] is not None:  # the unquantized baseline: same steps, no pages
-            y_TD = dense_experts(m_TD, ids_TK, weights_TK, dense[layer], activation(config.hidden_act))
-            return arena, y_TD.astype(m_TD.dtype)
-        pages = WeightPages(
-            bits_EU=state.page_map.bits_LEU[layer],
-            gate_up_frames_EF=state.page_map.gate_up_frames_LEF[layer],
-            down_frames_EF=state.page_map.down_frames_LEF[layer],
-            gate_up=geometry.gate_up,
-            down=geometry.down,
-        )
+    def experts(carry, layer, m_TD, ids_TK, weights_TK):
+        arena, seen = carry
         ids_TK = jnp.where(there_T[:, None], ids_TK, config.num_experts)
-        y_TD, _ = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
-        return arena, y_TD.astype(m_TD.dtype)
+        if dense[layer] is not None:  # the unquantized baseline: same steps, no pages
+            y_TD, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, dense[layer], activation(config.hidden_act))
+        else:
+            pages = WeightPages(
+                bits_EU=state.page_map.bits_LEU[layer],
+                gate_up_frames_EF=state.page_map.gate_up_frames_LEF[layer],
+                down_frames_EF=state.page_map.down_frames_LEF[layer],
+                gate_up=geometry.gate_up,
+                down=geometry.down,
+            )
+            y_TD, h_square_TK = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
+        x_square_T = jnp.sum(jnp.square(m_TD.astype(jnp.float32)), axis=-1)
+        return (arena, [*seen, (ids_TK, weights_TK, x_square_T, h_square_TK)]), y_TD.astype(m_TD.dtype)
 
-    arena, hidden_TD = transformer.forward(
-        weights, tokens_RT.reshape(-1), slots_T, state.arena_AW, attend=attend, experts=experts
+    (arena, seen), hidden_TD = transformer.forward(
+        weights, tokens_RT.reshape(-1), slots_T, (state.arena_AW, []), attend=attend, experts=experts
     )
-    return arena, hidden_TD.reshape(num_rows, num_tokens, -1)
+    return arena, hidden_TD.reshape(num_rows, num_tokens, -1), ExpertTrace.of_layers(seen)
 
 
-def _decode_step(weights: Weights, state: DecodeState):
+def _decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, tuple[jax.Array, ExpertTrace]]:
     active_B = state.remaining_B > 0
     rows_B = jnp.arange(active_B.shape[0])
     positions_B = jnp.where(active_B, state.lengths_B, -1)
-    arena, hidden_BTD = _paged_forward(weights, state, rows_B, state.last_tokens_B[:, None], positions_B[:, None])
+    tokens_B1, positions_B1 = state.last_tokens_B[:, None], positions_B[:, None]
+    arena, hidden_BTD, trace = _paged_forward(weights, state, rows_B, tokens_B1, positions_B1)
     logits_BV = transformer.logits(weights, hidden_BTD[:, 0])
     token_B = sample(logits_BV, state.temperature_B, state.seed_B, state.lengths_B + 1)
     token_B = jnp.where(active_B, token_B, -1)
@@ -89,36 +95,40 @@ def _decode_step(weights: Weights, state: DecodeState):
         last_tokens_B=jnp.where(active_B, token_B, state.last_tokens_B),
         remaining_B=jnp.where(stopped_B, 0, state.remaining_B - active_B),
     )
-    return state, token_B
+    return state, (token_B, trace)
 
 
 @partial(jax.jit, donate_argnames="state")
-def decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-    """Returns (state, tokens int32[B]): one token for every row that is decoding, -1 for the others.
+def decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, jax.Array, RoutingSums]:
+    """Returns (state, tokens int32[B], sums [B, ..]): one token for every row that is decoding, -1 for the others.
 
     A row's step reads its last token, writes its KV at position ``lengths_B``, and draws the next. A row that draws one
-    of its stop ids, or its last allowed token, stops decoding; the token itself is returned.
+    of its stop ids, or its last allowed token, stops decoding; the token itself is returned. The sums count the token
+    that was read.
     """
-    return _decode_step(weights, state)
+    state, (token_B, trace) = _decode_step(weights, state)
+    return state, token_B, row_sums(jax.tree.map(lambda leaf: leaf[None], trace), weights.config.num_experts)
 
 
 @partial(jax.jit, static_argnames="num_steps", donate_argnames="state")
-def decode_loop(weights: Weights, state: DecodeState, num_steps: int) -> tuple[DecodeState, jax.Array]:
-    """Returns (state, tokens int32[num_steps, B]) of ``num_steps`` decode steps without the host in between.
+def decode_loop(weights: Weights, state: DecodeState, num_steps: int) -> tuple[DecodeState, jax.Array, RoutingSums]:
+    """Returns (state, tokens int32[N, B], sums [B, ..]) of N = ``num_steps`` steps without the host in between.
 
     Between two calls lies a safe boundary: only there may bits, frames and rows change. Each row needs KV blocks for
     ``lengths_B + num_steps`` tokens.
     """
-    return lax.scan(lambda state, _: _decode_step(weights, state), state, length=num_steps)
+    state, (tokens_NB, trace) = lax.scan(lambda state, _: _decode_step(weights, state), state, length=num_steps)
+    return state, tokens_NB, row_sums(trace, weights.config.num_experts)
 
 
 def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens):
-    """Runs a chunk through row ``row``; returns (state with its KV and length, hidden_TD)."""
+    """Runs a chunk through row ``row``; returns (state with its KV and length, hidden_TD, the chunk's sums)."""
     start = state.lengths_B[row]
     offsets_T = jnp.arange(tokens_T.shape[0])
     positions_T = jnp.where(offsets_T < num_tokens, start + offsets_T, -1)
-    arena, hidden_RTD = _paged_forward(weights, state, row[None], tokens_T[None], positions_T[None])
-    return state.replace(arena_AW=arena, lengths_B=state.lengths_B.at[row].add(num_tokens)), hidden_RTD[0]
+    arena, hidden_RTD, trace = _paged_forward(weights, state, row[None], tokens_T[None], positions_T[None])
+    state = state.replace(arena_AW=arena, lengths_B=state.lengths_B.at[row].add(num_tokens))
+    return state, hidden_RTD[0], routing_sums(trace, weights.config.num_experts)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -129,8 +139,8 @@ def prefill_step(
     tokens_T: jax.Array,
     num_tokens: jax.Array,
     max_tokens: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
-    """Returns (state, token int32): the next chunk of a row's prompt is in the cache, and the token after it is drawn.
+) -> tuple[DecodeState, jax.Array, RoutingSums]:
+    """Returns (state, token int32, sums): a row's next chunk of prompt is in the cache, the token after it is drawn.
 
     Args:
       weights: dense weights.
@@ -141,7 +151,7 @@ def prefill_step(
       max_tokens: int32, tokens that the row may generate after this chunk; 0 for all chunks but the last. The drawn
         token is the first of them.
     """
-    state, hidden_TD = _prefill(weights, state, row, tokens_T, num_tokens)
+    state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens)
     logits_V = transformer.logits(weights, hidden_TD[num_tokens - 1][None])
     position = state.lengths_B[row][None]
     token = sample(logits_V, state.temperature_B[row][None], state.seed_B[row][None], position)[0]
@@ -150,7 +160,7 @@ def prefill_step(
         last_tokens_B=state.last_tokens_B.at[row].set(token),
         remaining_B=state.remaining_B.at[row].set(remaining),
     )
-    return state, token
+    return state, token, sums
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -161,14 +171,14 @@ def score_step(
     tokens_T: jax.Array,
     targets_T: jax.Array,
     num_tokens: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
-    """Returns (state, log-probabilities float32[T] of ``targets_T``) for a teacher-forced chunk of row ``row``.
+) -> tuple[DecodeState, jax.Array, RoutingSums]:
+    """Returns (state, log-probabilities float32[T] of ``targets_T``, sums) for a teacher-forced chunk of row ``row``.
 
     Args: as ``prefill_step``; ``targets_T`` holds the token after each token of ``tokens_T``.
     """
-    state, hidden_TD = _prefill(weights, state, row, tokens_T, num_tokens)
+    state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens)
     logp_TV = jax.nn.log_softmax(transformer.logits(weights, hidden_TD), axis=-1)
-    return state, jnp.take_along_axis(logp_TV, targets_T[:, None], axis=-1)[:, 0]
+    return state, jnp.take_along_axis(logp_TV, targets_T[:, None], axis=-1)[:, 0], sums
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -27,7 +27,7 @@ def layers_on_text(weights, tokens_BS):
         for layer, w in enumerate(weights.layers):
 
             def experts(_, sparse_layer, *routed, w=w):
-                return routed, dense_experts(*routed, w.mlp.experts, act)
+                return routed, dense_experts(*routed, w.mlp.experts, act)[0]
 
             positions_S = jnp.arange(len(tokens_S))
             routed, x_TD = decoder_layer(config, layer, w, x_TD, positions_S, None, attend, experts)

@@ -28,7 +28,7 @@ def cast(weights, dtype):
 
 def sparse_experts(weights):
     blocks = [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, MoEWeights)]
-    return lambda carry, l, m, ids, w: (carry, dense_experts(m, ids, w, blocks[l], activation("silu")))
+    return lambda carry, l, m, ids, w: (carry, dense_experts(m, ids, w, blocks[l], activation("silu"))[0])
 
 
 def decode_step(weights, cache, tokens_B, positions_B):

@@ -14,7 +14,12 @@ from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, p
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint
 from pagedweight_jax.config import KINDS, PlannerConfig, ServeConfig
 from pagedweight_jax.models.weights import ExpertWeights, Weights, init_weights, without_experts
+from pagedweight_jax.paging.arena import KV, FrameAllocator, make_arena
+from pagedweight_jax.paging.page_map import page_map
+from pagedweight_jax.paging.table import initial_table
+from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.state import MAX_STOP_IDS, init_state, make_geometry
 from pallas_kernels.bitplane import pack_page
 
 MIN_BITS, MAX_BITS, FRAME_BYTES = 3, 6, 1024
@@ -124,3 +129,60 @@ def make_tiny(path, config, flat=False) -> Tiny:
     )
     save(path, manifest, groups, files={})
     return Tiny(open_checkpoint(path), dense, codes, luts)
+
+
+class Stepping:
+    """Steps called by hand on ``tiny``: 3 rows of 128 tokens, chunks of 16."""
+
+    rows, context, chunk = 3, 128, 16
+
+    def __init__(self, tiny):
+        self.tiny = tiny
+
+    def random_bits(self, seed=0):
+        rng = np.random.default_rng(seed)
+        config = self.tiny.checkpoint.manifest.config
+        return rng.integers(3, 7, (config.num_sparse_layers, config.num_experts, 2))
+
+    def state(self, bits_LEU, spare_frames=0, kv_dtype="float32"):
+        """Returns a state with the pages of the given bits resident and every row's KV blocks taken."""
+        checkpoint = self.tiny.checkpoint
+        layouts, config = checkpoint.manifest.layouts(), checkpoint.manifest.config
+        geometry = make_geometry(config, layouts, kv_dtype, self.rows, self.context)
+        kv_frames = self.rows * geometry.blocks_per_row * geometry.frames_per_block
+        weight_frames = config.num_sparse_layers * config.num_experts * sum(layout.block_frames for layout in layouts)
+        allocator = FrameAllocator(kv_frames + weight_frames + spare_frames)
+        table = initial_table(layouts, config.num_sparse_layers, config.num_experts, bits_LEU, allocator)
+        arena = make_arena(allocator.num_frames, geometry.kv.frame_words) + jnp.uint32(0x7FC07FC0)  # NaN everywhere
+        for layer in range(config.num_sparse_layers):
+            for kind, layout in enumerate(layouts):
+                for page in range(layout.max_bits):
+                    begin, end = layout.page_starts[page : page + 2]
+                    frames = table.frames[layer][kind][:, begin:end]
+                    frames = np.where(frames < 0, allocator.num_frames, frames)
+                    arena = steps.land_pages(arena, checkpoint.load_pages(layer, kind, page), frames)
+        state = init_state(geometry, arena, jax.tree.map(jnp.array, page_map(table)))
+        tables = allocator.take(kv_frames, KV).reshape(state.block_tables_BGLF.shape)
+        return state.replace(block_tables_BGLF=jnp.array(tables))
+
+    def start(self, state, row, temperature=0.0, seed=0, stops=()):
+        stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+        stop_ids[: len(stops)] = stops
+        return steps.assign_row(state, np.int32(row), np.float32(temperature), np.uint32(seed), stop_ids)
+
+    def prefill(self, weights, state, row, prompt, budget):
+        """Returns (state, first token) of a whole prompt."""
+        for begin in range(0, len(prompt), self.chunk):
+            part = prompt[begin : begin + self.chunk]
+            padded = np.zeros(self.chunk, np.int32)
+            padded[: len(part)] = part
+            last = begin + self.chunk >= len(prompt)
+            state, token, _ = steps.prefill_step(
+                weights, state, np.int32(row), padded, np.int32(len(part)), np.int32(budget if last else 0)
+            )
+        return state, int(token)
+
+
+@pytest.fixture
+def stepping(tiny):
+    return Stepping(tiny)

@@ -36,6 +36,7 @@ def start(tiny):
             dense_bytes=0,
             table_bytes=0,
             temporary_bytes=0,
+            result_bytes=0,
             staging_bytes=0,
             arena_bytes=arena_bytes,
         )

@@ -11,65 +11,15 @@ import pytest
 
 from pagedweight_jax.config import GATE_UP
 from pagedweight_jax.models import transformer
-from pagedweight_jax.paging.arena import KV, FrameAllocator, make_arena
-from pagedweight_jax.paging.page_map import page_map
-from pagedweight_jax.paging.table import initial_table
 from pagedweight_jax.serving import steps
-from pagedweight_jax.serving.state import MAX_STOP_IDS, init_state, make_geometry
 
-ROWS, CONTEXT, CHUNK = 3, 128, 16
+CONTEXT, CHUNK = 128, 16  # of stepping
 DENSE_FORWARD = jax.jit(transformer.dense_forward)
 
 
 def relative_error(out, ref):
     out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
     return np.linalg.norm(out - ref) / np.linalg.norm(ref)
-
-
-def paged_state(tiny, bits_LEU, spare_frames=0, kv_dtype="float32"):
-    """Returns a state with the pages of the given bits resident and every row's KV blocks taken."""
-    layouts = tiny.checkpoint.manifest.layouts()
-    config = tiny.checkpoint.manifest.config
-    geometry = make_geometry(config, layouts, kv_dtype, ROWS, CONTEXT)
-    kv_frames = ROWS * geometry.blocks_per_row * geometry.frames_per_block
-    weight_frames = config.num_sparse_layers * config.num_experts * sum(layout.block_frames for layout in layouts)
-    allocator = FrameAllocator(kv_frames + weight_frames + spare_frames)
-    table = initial_table(layouts, config.num_sparse_layers, config.num_experts, bits_LEU, allocator)
-    arena = make_arena(allocator.num_frames, geometry.kv.frame_words) + jnp.uint32(0x7FC07FC0)  # NaN everywhere
-    for layer in range(config.num_sparse_layers):
-        for kind, layout in enumerate(layouts):
-            for page in range(layout.max_bits):
-                start, stop = layout.page_starts[page : page + 2]
-                frames = table.frames[layer][kind][:, start:stop]
-                frames = np.where(frames < 0, allocator.num_frames, frames)
-                arena = steps.land_pages(arena, tiny.checkpoint.load_pages(layer, kind, page), frames)
-    state = init_state(geometry, arena, jax.tree.map(jnp.array, page_map(table)))
-    tables = allocator.take(kv_frames, KV).reshape(state.block_tables_BGLF.shape)
-    return state.replace(block_tables_BGLF=jnp.array(tables))
-
-
-def random_bits(tiny, seed=0):
-    rng = np.random.default_rng(seed)
-    config = tiny.checkpoint.manifest.config
-    return rng.integers(3, 7, (config.num_sparse_layers, config.num_experts, 2))
-
-
-def start(state, row, temperature=0.0, seed=0, stops=()):
-    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop_ids[: len(stops)] = stops
-    return steps.assign_row(state, np.int32(row), np.float32(temperature), np.uint32(seed), stop_ids)
-
-
-def prefill(weights, state, row, prompt, budget):
-    for begin in range(0, len(prompt), CHUNK):
-        part = prompt[begin : begin + CHUNK]
-        padded = np.zeros(CHUNK, np.int32)
-        padded[: len(part)] = part
-        last = begin + CHUNK >= len(prompt)
-        state, token = steps.prefill_step(
-            weights, state, np.int32(row), padded, np.int32(len(part)), np.int32(budget if last else 0)
-        )
-    return state, int(token)
 
 
 def dense_greedy(weights, prompt, count):
@@ -82,17 +32,17 @@ def dense_greedy(weights, prompt, count):
     return tokens[len(prompt) :]
 
 
-def test_scores_equal_the_dense_model_at_any_mix_of_bitwidths(tiny):
+def test_scores_equal_the_dense_model_at_any_mix_of_bitwidths(tiny, stepping):
     rng = np.random.default_rng(1)
-    bits = random_bits(tiny)
-    state = paged_state(tiny, bits)
+    bits = stepping.random_bits()
+    state = stepping.state(bits)
     tokens = rng.integers(0, 128, 45).astype(np.int32)
     logprobs = []
-    state = start(state, 1)
+    state = stepping.start(state, 1)
     for begin in range(0, 44, CHUNK):
         part, target = tokens[begin : begin + CHUNK][: 44 - begin], tokens[begin + 1 : begin + 1 + CHUNK]
         chunk, targets = (np.pad(x, (0, CHUNK - len(x))) for x in (part, target))
-        state, out = steps.score_step(tiny.dense, state, np.int32(1), chunk, targets, np.int32(len(part)))
+        state, out, _ = steps.score_step(tiny.dense, state, np.int32(1), chunk, targets, np.int32(len(part)))
         logprobs += np.asarray(out)[: len(target)].tolist()
     for layer_bits, tolerance_met in ((bits, True), (np.roll(bits, 1, axis=1), False)):
         dense = jax.nn.log_softmax(DENSE_FORWARD(tiny.dequantized(layer_bits), tokens))
@@ -100,17 +50,17 @@ def test_scores_equal_the_dense_model_at_any_mix_of_bitwidths(tiny):
         assert (relative_error(logprobs, expected) < 1e-5) == tolerance_met
 
 
-def test_prefill_and_decode_loop_continue_like_the_dense_model(tiny):
+def test_prefill_and_decode_loop_continue_like_the_dense_model(tiny, stepping):
     rng = np.random.default_rng(2)
-    bits = random_bits(tiny, 1)
+    bits = stepping.random_bits(1)
     prompts = [rng.integers(0, 128, n).tolist() for n in (5, 37)]
-    state = paged_state(tiny, bits)
+    state = stepping.state(bits)
     out = {}
     for row, prompt in zip((0, 2), prompts, strict=True):
-        state, first = prefill(tiny.dense, start(state, row), row, prompt, budget=10)
+        state, first = stepping.prefill(tiny.dense, stepping.start(state, row), row, prompt, budget=10)
         out[row] = [first]
     for _ in range(3):
-        state, tokens_NB = steps.decode_loop(tiny.dense, state, 4)
+        state, tokens_NB, _ = steps.decode_loop(tiny.dense, state, 4)
         assert np.all(np.asarray(tokens_NB)[:, 1] == -1)
         for row in out:
             out[row] += [int(t) for t in np.asarray(tokens_NB)[:, row] if t >= 0]
@@ -120,46 +70,47 @@ def test_prefill_and_decode_loop_continue_like_the_dense_model(tiny):
     assert np.asarray(state.lengths_B).tolist() == [5 + 9, 0, 37 + 9]
 
 
-def test_a_stop_token_ends_a_row_on_the_device(tiny):
-    state = paged_state(tiny, random_bits(tiny))
+def test_a_stop_token_ends_a_row_on_the_device(tiny, stepping):
+    state = stepping.state(stepping.random_bits())
     prompt = [3, 1, 4, 1, 5]
-    state, first = prefill(tiny.dense, start(state, 0), 0, prompt, budget=30)
-    state, tokens = steps.decode_loop(tiny.dense, state, 8)
+    state, first = stepping.prefill(tiny.dense, stepping.start(state, 0), 0, prompt, budget=30)
+    state, tokens, _ = steps.decode_loop(tiny.dense, state, 8)
     free_run = [first, *np.asarray(tokens)[:, 0].tolist()]
     stop = next(t for t in free_run[1:] if t != first)
     place = free_run.index(stop)
-    state, first = prefill(tiny.dense, start(state, 0, stops=(stop,)), 0, prompt, budget=30)
-    state, tokens = steps.decode_loop(tiny.dense, state, 8)
+    state, first = stepping.prefill(tiny.dense, stepping.start(state, 0, stops=(stop,)), 0, prompt, budget=30)
+    state, tokens, _ = steps.decode_loop(tiny.dense, state, 8)
     stopped_run = [first, *np.asarray(tokens)[:, 0].tolist()]
     assert stopped_run == free_run[: place + 1] + [-1] * (8 - place)
     assert int(state.remaining_B[0]) == 0
 
 
-def test_decode_step_is_decode_loop_of_one(tiny):
+def test_decode_step_is_decode_loop_of_one(tiny, stepping):
     runs = []
     for step in (steps.decode_step, partial(steps.decode_loop, num_steps=1)):
-        state, _ = prefill(tiny.dense, start(paged_state(tiny, random_bits(tiny)), 1), 1, [9, 8, 7], budget=4)
-        state, tokens = step(tiny.dense, state)
+        state = stepping.start(stepping.state(stepping.random_bits()), 1)
+        state, _ = stepping.prefill(tiny.dense, state, 1, [9, 8, 7], budget=4)
+        state, tokens, _ = step(tiny.dense, state)
         runs.append((np.asarray(tokens).reshape(-1).tolist(), np.asarray(state.last_tokens_B).tolist()))
     assert runs[0] == runs[1]
 
 
-def test_dense_experts_in_the_weights_are_used_instead_of_pages(tiny):
-    bits = random_bits(tiny, 3)
+def test_dense_experts_in_the_weights_are_used_instead_of_pages(tiny, stepping):
+    bits = stepping.random_bits(3)
     weights = tiny.dequantized(bits)
     prompt = list(range(20))
-    state = paged_state(tiny, np.full_like(bits, 3))
-    state, first = prefill(weights, start(state, 0), 0, prompt, budget=6)
-    state, tokens = steps.decode_loop(weights, state, 4)
+    state = stepping.state(np.full_like(bits, 3))
+    state, first = stepping.prefill(weights, stepping.start(state, 0), 0, prompt, budget=6)
+    state, tokens, _ = steps.decode_loop(weights, state, 4)
     assert [first, *np.asarray(tokens)[:, 0].tolist()] == dense_greedy(weights, prompt, 5)
 
 
-def test_no_step_copies_the_arena_and_bit_changes_do_not_recompile(tiny):
-    bits = random_bits(tiny)
+def test_no_step_copies_the_arena_and_bit_changes_do_not_recompile(tiny, stepping):
+    bits = stepping.random_bits()
     chex.clear_trace_counter()
     traced_once = chex.assert_max_traces(n=1)
     decode = jax.jit(traced_once(steps.decode_loop.__wrapped__), static_argnames="num_steps", donate_argnames="state")
-    small, large = (paged_state(tiny, bits, spare_frames) for spare_frames in (0, 20_000))
+    small, large = (stepping.state(bits, spare_frames) for spare_frames in (0, 20_000))
     for jitted, arguments in (
         (steps.decode_loop, (4,)),
         (steps.prefill_step, (np.int32(0), np.zeros(CHUNK, np.int32), np.int32(1), np.int32(1))),
@@ -170,20 +121,20 @@ def test_no_step_copies_the_arena_and_bit_changes_do_not_recompile(tiny):
         assert grown_bytes > 20_000_000
         assert memory[1].alias_size_in_bytes - memory[0].alias_size_in_bytes == grown_bytes
         assert memory[1].temp_size_in_bytes == memory[0].temp_size_in_bytes
-    state, _ = prefill(tiny.dense, start(small, 0), 0, [1, 2, 3], budget=100)
+    state, _ = stepping.prefill(tiny.dense, stepping.start(small, 0), 0, [1, 2, 3], budget=100)
     for bits_now in range(6, 2, -1):
         lowered = np.minimum(bits, bits_now)
         state = state.replace(page_map=_with_bits(state.page_map, lowered))
         pointer = state.arena_AW.unsafe_buffer_pointer()
-        state, _ = decode(tiny.dense, state, 4)
+        state, *_ = decode(tiny.dense, state, 4)
         assert state.arena_AW.unsafe_buffer_pointer() == pointer
     with pytest.raises(AssertionError, match="traced"):
         decode(tiny.dense, state, 5)
 
 
-def test_a_negative_control_for_the_arena_copy_check(tiny):
+def test_a_negative_control_for_the_arena_copy_check(tiny, stepping):
     """A step that keeps the old arena does copy it, and the same figures show it."""
-    state = paged_state(tiny, random_bits(tiny), 20_000)
+    state = stepping.state(stepping.random_bits(), 20_000)
     kept = jax.jit(steps.decode_loop.__wrapped__, static_argnames="num_steps")
     memory = kept.lower(tiny.dense, state, 4).compile().memory_analysis()
     assert memory.alias_size_in_bytes < state.arena_AW.nbytes

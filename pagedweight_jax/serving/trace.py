@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routed experts saw: collected raw in every layer, added up once per call.
+
+For token t and its k-th expert e = id_tk, the linear-blocks read x_gate_up = m_t and x_down = h_tk, and the router gave
+the weight r_tk. A step only keeps these few numbers per token; one reduction per call turns them into sums per expert::
+
+    mass = sum r        norm = sum r |x|        square = sum r |x|^2        max = max |x|
+
+No scatter is involved, and sums are added up in one order: the same call gives the same sums, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pagedweight_jax.config import KINDS
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ExpertTrace:
+    """Tokens as the routed experts saw them, in the L sparse layers.
+
+    Attributes:
+      ids_TLK: int32, the experts that each token took; E for tokens that are not there.
+      weights_TLK: float32, r.
+      x_square_TL: float32, |m|^2.
+      h_square_TLK: float32, |h|^2.
+    """
+
+    ids_TLK: jax.Array
+    weights_TLK: jax.Array
+    x_square_TL: jax.Array
+    h_square_TLK: jax.Array
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]) -> "ExpertTrace":
+        """Returns the trace of L layers' (ids_TK, weights_TK, x_square_T, h_square_TK)."""
+        ids, weights, x_square, h_square = (jnp.stack(values, axis=1) for values in zip(*layers))
+        return cls(ids_TLK=ids, weights_TLK=weights, x_square_TL=x_square, h_square_TLK=h_square)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RoutingSums:
+    """A call's tokens added up per expert and kind of linear-block (0 gate_up, 1 down).
+
+    A decode call's sums have one more axis, B, in front: each row's own.
+
+    Attributes:
+      mass_LE: float32, summed routing weights r.
+      count_LE: float32, routed tokens.
+      norm_LEU, square_LEU: float32, sums of r |x| and r |x|^2.
+      max_LEU: float32, the largest |x|.
+    """
+
+    mass_LE: jax.Array
+    count_LE: jax.Array
+    norm_LEU: jax.Array
+    square_LEU: jax.Array
+    max_LEU: jax.Array
+
+
+def routing_sums(trace: ExpertTrace, num_experts: int) -> RoutingSums:
+    """Returns the sums of a trace over all its tokens; ids of ``num_experts`` or more count nothing."""
+    chosen_TLKE = trace.ids_TLK[..., None] == jnp.arange(num_experts)
+    x_square_TLK = jnp.broadcast_to(trace.x_square_TL[..., None], trace.ids_TLK.shape)
+    norms = [jnp.sqrt(x_square_TLK), jnp.sqrt(trace.h_square_TLK)]
+    weights_TLK = trace.weights_TLK
+
+    def add(values_TLK):
+        return jnp.sum(jnp.where(chosen_TLKE, values_TLK[..., None], 0.0), axis=(0, 2))
+
+    def largest(values_TLK):
+        return jnp.max(jnp.where(chosen_TLKE, values_TLK[..., None], 0.0), axis=(0, 2))
+
+    return RoutingSums(
+        mass_LE=add(weights_TLK),
+        count_LE=add(jnp.ones_like(weights_TLK)),
+        norm_LEU=jnp.stack([add(weights_TLK * norm_TLK) for norm_TLK in norms], axis=-1),
+        square_LEU=jnp.stack([add(weights_TLK * norm_TLK**2) for norm_TLK in norms], axis=-1),
+        max_LEU=jnp.stack([largest(norm_TLK) for norm_TLK in norms], axis=-1),
+    )
+
+
+def row_sums(trace: ExpertTrace, num_experts: int) -> RoutingSums:
+    """Returns each row's sums, [B, ..], of a trace of N steps of B rows, [N, B, L, ..]."""
+    return jax.vmap(partial(routing_sums, num_experts=num_experts), in_axes=1)(trace)
+
+
+def sums_bytes(num_layers: int, num_experts: int) -> int:
+    """Device bytes of one row's or one chunk's ``RoutingSums``."""
+    return 4 * num_layers * num_experts * (2 + 3 * len(KINDS))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sums that steps return, against a recount in numpy of what a dense forward pass routes where."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedweight_jax.models import transformer
+from pagedweight_jax.models.attention import dense_attention
+from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.trace import ExpertTrace, routing_sums, row_sums, sums_bytes
+
+CHUNK = 16
+
+
+def routed(weights, tokens):
+    """Returns (m_TD, ids_TK, weights_TK) of every layer for a whole sequence, by the dense forward pass."""
+    config = weights.config
+
+    def attend(seen, layer, q, k, v):
+        return seen, dense_attention(q, k, v, config.head_dim**-0.5, config.windows[layer])
+
+    def experts(seen, layer, m_TD, ids_TK, weights_TK):
+        dense = weights.layers[layer].mlp.experts
+        y_TD, _ = steps.dense_experts(m_TD, ids_TK, weights_TK, dense, jax.nn.silu)
+        return [*seen, (m_TD, ids_TK, weights_TK)], y_TD
+
+    seen, _ = transformer.forward(weights, jnp.array(tokens), jnp.arange(len(tokens)), [], attend, experts)
+    return [[np.asarray(x, np.float64) for x in layer] for layer in seen]
+
+
+def recount(weights, layers, begin, end):
+    """Returns the sums of tokens begin .. end - 1, one token and one expert at a time."""
+    L, E, F = len(layers), weights.config.num_experts, weights.config.moe_intermediate_size
+    sums = {name: np.zeros((L, E, *kinds)) for name, kinds in SHAPES.items()}
+    for layer, (m_TD, ids_TK, r_TK) in enumerate(layers):
+        gate_up_ENC = np.asarray(weights.layers[layer].mlp.experts.gate_up_ENC, np.float64)
+        for t in range(begin, end):
+            for e, r in zip(ids_TK[t].astype(int), r_TK[t], strict=True):
+                gate, up = gate_up_ENC[e, :F] @ m_TD[t], gate_up_ENC[e, F:] @ m_TD[t]
+                sums["mass_LE"][layer, e] += r
+                sums["count_LE"][layer, e] += 1
+                for kind, x in enumerate((m_TD[t], gate / (1 + np.exp(-gate)) * up)):
+                    norm = np.linalg.norm(x)
+                    sums["norm_LEU"][layer, e, kind] += r * norm
+                    sums["square_LEU"][layer, e, kind] += r * norm**2
+                    sums["max_LEU"][layer, e, kind] = max(sums["max_LEU"][layer, e, kind], norm)
+    return sums
+
+
+SHAPES = {"mass_LE": (), "count_LE": (), "norm_LEU": (2,), "square_LEU": (2,), "max_LEU": (2,)}
+
+
+def same(sums, expected):
+    """Whether sums and their recount agree in every entry."""
+    arrays = {name: np.asarray(getattr(sums, name)) for name in SHAPES}
+    assert all(array.dtype == np.float32 for array in arrays.values())
+    return all(np.allclose(arrays[name], expected[name], rtol=1e-4, atol=1e-6) for name in SHAPES)
+
+
+@pytest.mark.parametrize("score", [False, True])
+def test_a_chunk_counts_its_own_tokens(tiny, stepping, score):
+    bits = stepping.random_bits(4)
+    dense = tiny.dequantized(bits)
+    tokens = np.random.default_rng(4).integers(0, 128, 37).tolist()
+    layers = routed(dense, tokens)
+    state = stepping.start(stepping.state(bits), 1)
+    for begin in range(0, len(tokens), CHUNK):
+        part = tokens[begin : begin + CHUNK]
+        chunk = np.zeros(CHUNK, np.int32)  # the last one is padded
+        chunk[: len(part)] = part
+        if score:
+            state, _, sums = steps.score_step(tiny.dense, state, np.int32(1), chunk, chunk, np.int32(len(part)))
+        else:
+            state, _, sums = steps.prefill_step(
+                tiny.dense, state, np.int32(1), chunk, np.int32(len(part)), np.int32(0)
+            )
+        assert same(sums, recount(dense, layers, begin, begin + len(part)))
+        assert not same(sums, recount(dense, layers, begin, begin + len(part) - 1))
+    other = tiny.dequantized(np.roll(bits, 1, axis=1))
+    assert not same(sums, recount(other, layers, 32, 37))
+
+
+def test_a_decode_call_counts_each_row_alone_as_far_as_it_ran(tiny, stepping):
+    bits = stepping.random_bits(5)
+    dense = tiny.dequantized(bits)
+    rng = np.random.default_rng(6)
+    prompts = {0: rng.integers(0, 128, 5).tolist(), 2: rng.integers(0, 128, 21).tolist()}
+    most = {0: 4, 2: 30}  # row 0 ends within the call, row 1 never begins
+    state, first = stepping.state(bits), {}
+    for row, prompt in prompts.items():
+        state, first[row] = stepping.prefill(tiny.dense, stepping.start(state, row), row, prompt, most[row])
+    state, tokens_NB, sums = steps.decode_loop(tiny.dense, state, 8)
+    for row, prompt in prompts.items():
+        drawn = [int(t) for t in np.asarray(tokens_NB)[:, row] if t >= 0]
+        assert len(drawn) == {0: 3, 2: 8}[row]
+        layers = routed(dense, [*prompt, first[row], *drawn[:-1]])
+        of_row = jax.tree.map(lambda leaf, row=row: leaf[row], sums)
+        assert same(of_row, recount(dense, layers, len(prompt), len(prompt) + len(drawn)))
+        assert not same(of_row, recount(dense, layers, len(prompt), len(prompt) + len(drawn) - 1))
+    for leaf in jax.tree.leaves(sums):
+        assert leaf.shape[0] == 3
+        assert not np.asarray(leaf)[1].any()
+    before = sums
+    state, _, once = steps.decode_step(tiny.dense, state)
+    assert np.asarray(once.count_LE).sum(axis=(1, 2)).tolist() == [0, 0, once.mass_LE.shape[1] * 2]
+    assert np.asarray(before.count_LE).sum() == 11 * before.mass_LE.shape[1] * 2, "a later call took the sums away"
+
+
+def test_the_unquantized_baseline_returns_the_same_sums(tiny, stepping):
+    bits = stepping.random_bits(7)
+    dense, chunk, five = tiny.dequantized(bits), np.arange(CHUNK, dtype=np.int32), np.int32(5)
+    _, _, paged = steps.prefill_step(tiny.dense, stepping.state(bits), np.int32(0), chunk, five, np.int32(0))
+    low = stepping.state(np.full_like(bits, 3))
+    _, _, unpaged = steps.prefill_step(dense, low, np.int32(0), chunk, five, np.int32(0))
+    assert same(unpaged, {name: np.asarray(getattr(paged, name)) for name in SHAPES})
+
+
+def test_what_a_token_that_is_not_there_holds_counts_nothing():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 5, (6, 3, 2, 2))  # steps, rows, layers, experts per token
+    ids[2:, 1] = 5
+    values = [rng.random(shape).astype(np.float32) for shape in (ids.shape, ids.shape[:3], ids.shape)]
+    poisoned = [value.copy() for value in values]
+    for value in poisoned:
+        value[2:, 1] = np.nan
+    clean, dirty = (
+        row_sums(ExpertTrace(ids_TLK=ids, weights_TLK=r, x_square_TL=x, h_square_TLK=h), num_experts=5)
+        for r, x, h in (values, poisoned)
+    )
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    alone = [value[:2, 1] for value in (ids, *values)]
+    names = [field.name for field in dataclasses.fields(ExpertTrace)]
+    expected = routing_sums(ExpertTrace(**dict(zip(names, alone, strict=True))), num_experts=5)
+    jax.tree.map(lambda rows, one: np.testing.assert_allclose(rows[1], one, rtol=1e-6), clean, expected)
+    assert sum(leaf[0].nbytes for leaf in jax.tree.leaves(clean)) == sums_bytes(2, 5)
