@@ -6,23 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagedweight_jax.errors import UserError
-from pagedweight_jax.planning.policy import Policy
-
-NUM_FEATURES = 3
-"""X: φ is the routing-weighted mean norm, the routing-weighted RMS norm and the largest norm of a block's inputs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FloorStage:
-    """How far the blocks may be lowered as long as that meets the target. Later stages give up more.
-
-    Attributes:
-      floor_bits: no block goes below; 0 leaves it to the smallest supported bitwidth.
-      max_depth: no block goes further than this many bits below its initial bits; None for no cap.
-    """
-
-    floor_bits: int = 0
-    max_depth: int | None = None
+from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
+from pagedweight_jax.planning.signals import NUM_FEATURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +64,10 @@ class Calibration:
     sensitivity_LEUQ: np.ndarray
     min_bits: int
     max_bits: int
-    stages: tuple[FloorStage, ...] = (FloorStage(),)
     mass_LE: np.ndarray | None = None
     features_LEUX: np.ndarray | None = None
     heads: ResidualHeads | None = None
-    policy: Policy = Policy()
+    policy: Policy = NEUTRAL_POLICY
 
     def __post_init__(self):
         s_LEUQ = self.sensitivity_LEUQ
@@ -114,6 +98,8 @@ class Calibration:
         mass_LE = self.mass_LE
         if mass_LE is not None and not ((mass_LE >= 0).all() and np.allclose(mass_LE.sum(-1), 1)):
             raise UserError("calibration: the routing masses of a layer must not be negative and sum to 1")
+        if self.features_LEUX is not None and not ((self.features_LEUX > 0) | np.isnan(self.features_LEUX)).all():
+            raise UserError("calibration: features must be positive, or NaN where a block has none")
         if mass_LE is None and self.policy.edges:
             raise UserError("calibration: routing buckets need the routing mass of the calibration text")
         if self.heads is not None and self.features_LEUX is None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a one-bit reduction is expected to hurt.
+"""How much a one-bit reduction is expected to hurt: global damage, times routing bucket, times prompt residual.
 
 Along axis R lie the one-bit reductions of a block, in the order in which it goes down: the r-th leads from max_bits − r
 to max_bits − r − 1 bits.
 """
 
 import numpy as np
+
+from pagedweight_jax.planning.calibration import ResidualHeads
 
 DAMAGE_FLOOR = 1e-12
 """ε of eq. 8: even a reduction that looks free costs something, so the one that releases more is preferred."""
@@ -41,14 +43,50 @@ def uniform_damage(released_UR: np.ndarray) -> np.ndarray:
     return released_UR * 4.0 ** np.arange(released_UR.shape[-1])
 
 
+def predicted_residual(x_LEUX: np.ndarray, heads: ResidualHeads) -> np.ndarray:
+    """Returns ρ̂_i^{b→b−1} = w_u · x_i + a_u, the predicted log residual, float32 [L, E, U, R] (eq. 5).
+
+    Args:
+      x_LEUX: float32, log features relative to the calibration text's.
+      heads: the linear heads.
+    """
+    weight_URX, intercept_UR = heads.weight_URX.astype(np.float32), heads.intercept_UR.astype(np.float32)
+    rho_LEUR = np.empty((*x_LEUX.shape[:-1], weight_URX.shape[1]), np.float32)
+    for u, weight_RX in enumerate(weight_URX):
+        rho_LEUR[:, :, u] = x_LEUX[:, :, u] @ weight_RX.T
+    rho_LEUR += intercept_UR
+    return rho_LEUR
+
+
+def prompt_multiplier(rho_LEUR: np.ndarray, evidence_LEU: np.ndarray, heads: ResidualHeads, alpha: float) -> np.ndarray:
+    """Returns η_i^{b→b−1} = exp(α · c · clip(ρ̂, ρ_min, ρ_max)), float32 [L, E, U, R] (eq. 6).
+
+    Args:
+      rho_LEUR: ρ̂ of the batch.
+      evidence_LEU: how much the batch's requests have shown of each block, in [0, 1]: their mean confidence is the
+        heads' times this.
+      heads: confidences and clipping bounds. They are the same for every request, hence for the batch.
+      alpha: α, the strength.
+    """
+    low_UR, high_UR = heads.low_UR.astype(np.float32), heads.high_UR.astype(np.float32)
+    exponent_LEUR = np.maximum(rho_LEUR, low_UR)
+    np.minimum(exponent_LEUR, high_UR, out=exponent_LEUR)
+    exponent_LEUR *= (alpha * heads.confidence_UR).astype(np.float32)
+    exponent_LEUR *= evidence_LEU[..., None]
+    return np.exp(exponent_LEUR, out=exponent_LEUR)
+
+
 def predicted_damage(
     g_LEUR: np.ndarray, mu_LEUR: np.ndarray | float = 1.0, eta_LEUR: np.ndarray | float = 1.0
 ) -> np.ndarray:
-    """Returns d_i^{b→b′} = max(ε, μ_β(i) · g_i^{b→b′} · η_i^{b→b′}), shaped like ``g_LEUR`` (eq. 8).
+    """Returns d_i^{b→b−1} = max(ε, μ_β(i) · g_i^{b→b−1} · η_i^{b→b−1}), float32, shaped like ``g_LEUR`` (eq. 8).
 
     Args:
       g_LEUR: global damage.
       mu_LEUR: multipliers of the experts' routing buckets, broadcast against g.
       eta_LEUR: multipliers of the prompt residual, broadcast against g.
     """
-    return np.maximum(DAMAGE_FLOOR, mu_LEUR * g_LEUR * eta_LEUR)
+    d_LEUR = g_LEUR.astype(np.float32, order="C")
+    d_LEUR *= np.asarray(mu_LEUR, np.float32)
+    d_LEUR *= eta_LEUR
+    return np.maximum(d_LEUR, DAMAGE_FLOOR, out=d_LEUR)

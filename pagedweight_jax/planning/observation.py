@@ -38,3 +38,7 @@ class Observation:
     kv: KVPressure
     requests: tuple[RequestSignals, ...] = ()
     kv_blocks: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if len(self.requests) != len(self.kv_blocks):
+            raise ValueError(f"signals of {len(self.requests)} requests, KV blocks of {len(self.kv_blocks)}")

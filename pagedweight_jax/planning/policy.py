@@ -65,3 +65,7 @@ class Policy:
             raise UserError("policy: needs at least one stage")
         if not self.half_life_tokens > 0:
             raise UserError(f"policy: half_life_tokens must be positive, got {self.half_life_tokens}")
+
+
+NEUTRAL_POLICY = Policy()
+"""One bucket without floors, caps or multipliers: global damage alone decides."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagedweight_jax.planning.calibration import FloorStage
+from pagedweight_jax.planning.stages import FloorStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class MovePlan:
     @classmethod
     def between(cls, old_LEU: np.ndarray, new_LEU: np.ndarray, bytes_UQ: np.ndarray, min_bits: int) -> "MovePlan":
         """Returns the plan that turns the bits ``old_LEU`` into ``new_LEU``; ``bytes_UQ`` is M_i^b, Q from min_bits."""
-        blocks = np.argwhere(old_LEU != new_LEU)
-        index = tuple(blocks.T)
+        index = np.unravel_index(np.flatnonzero(old_LEU != new_LEU), old_LEU.shape)
+        blocks = np.stack(index, axis=-1)
         from_bits, to_bits = old_LEU[index].astype(np.int64), new_LEU[index].astype(np.int64)
-        kind = blocks[:, 2]
+        kind = index[2]
         released_bytes = bytes_UQ[kind, from_bits - min_bits] - bytes_UQ[kind, to_bits - min_bits]
         return cls(blocks=blocks, from_bits=from_bits, to_bits=to_bits, released_bytes=released_bytes)
 
@@ -51,7 +51,7 @@ class PlanQueue:
     Attributes:
       initial_LEU: bits at the start of serving, from which depth caps count.
       lowered_at_LEU: float64, the last boundary whose plan lowered the block, -inf if none did.
-      plans: the newest plan of each stage, strictest first; empty while there is no pressure.
+      plans: the newest plan of each stage, strictest first.
     """
 
     initial_LEU: np.ndarray

@@ -1,9 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request's tokens showed of the routed experts: routing mass (eq. 1) and prompt features φ (eq. 5)."""
+"""What the requests' tokens showed of the routed experts: routing mass (eq. 1) and prompt features φ (eq. 5).
 
+Sums are kept per request. A batch is the mean over its requests, weighted by their shares of the KV blocks: of their
+masses, and of their residuals, which are linear in the logarithms of the features, hence of those. What a request has
+shown counts the more the longer it runs: n tokens count n / (n + prior), the calibration text the rest.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+NUM_FEATURES = 3
+"""X: φ is the routing-weighted mean norm, the routing-weighted RMS norm and the largest norm of a block's inputs."""
+
+TINY = np.float32(1e-30)
+"""Stands for 0 under the logarithm."""
+
+FORGOTTEN = 1e-20
+"""An expert whose mass has decayed to this counts as one that the request never used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +26,10 @@ class RequestSignals:
     """Sums over the tokens of one request, each times its forgetting; over x, the inputs of a block, with weights r.
 
     Attributes:
-      mass_LE: float64, sum of the routing weights r.
+      mass_LE: float64, sum of the routing weights r. Where it is 0, so are the others.
       norm_LEU: float64, sum of r |x|; x is the expert's input for gate_up, its activation for down.
       square_LEU: float64, sum of r |x|².
-      max_LEU: float64, largest |x|, not forgotten.
+      max_LEU: float64, largest |x|, forgotten only with the whole expert.
       tokens: how many tokens the sums stand for.
     """
 
@@ -47,11 +62,19 @@ def observe(signals: RequestSignals, sums: RequestSignals, tokens: int, half_lif
       half_life_tokens: a token seen this many tokens ago counts half.
     """
     kept = 0.5 ** (tokens / half_life_tokens)
+    mass_LE = kept * signals.mass_LE + sums.mass_LE
+    norm_LEU = kept * signals.norm_LEU + sums.norm_LEU
+    square_LEU = kept * signals.square_LEU + sums.square_LEU
+    max_LEU = np.maximum(signals.max_LEU, sums.max_LEU)
+    forgotten_LE = (mass_LE > 0) & (mass_LE < FORGOTTEN)
+    if forgotten_LE.any():
+        for array in (mass_LE, norm_LEU, square_LEU, max_LEU):
+            array[forgotten_LE] = 0
     return RequestSignals(
-        mass_LE=kept * signals.mass_LE + sums.mass_LE,
-        norm_LEU=kept * signals.norm_LEU + sums.norm_LEU,
-        square_LEU=kept * signals.square_LEU + sums.square_LEU,
-        max_LEU=np.maximum(signals.max_LEU, sums.max_LEU),
+        mass_LE=mass_LE,
+        norm_LEU=norm_LEU,
+        square_LEU=square_LEU,
+        max_LEU=max_LEU,
         tokens=kept * signals.tokens + tokens,
     )
 
@@ -64,3 +87,73 @@ def features(signals: RequestSignals) -> np.ndarray:
     mass_LE1 = np.where(signals.mass_LE > 0, signals.mass_LE, np.nan)[..., None]
     mean_LEU, rms_LEU = signals.norm_LEU / mass_LE1, np.sqrt(signals.square_LEU / mass_LE1)
     return np.stack([mean_LEU, rms_LEU, np.where(mass_LE1 > 0, signals.max_LEU, np.nan)], axis=-1)
+
+
+def request_weights(kv_blocks: Sequence[int], tokens: Sequence[float], prior_tokens: float) -> np.ndarray:
+    """Returns what each request's own signals count in the batch, float64 [B]; what is left of 1 is the calibration's.
+
+    Args:
+      kv_blocks: KV blocks that each request holds.
+      tokens: that each request's signals stand for.
+      prior_tokens: as in ``Policy``.
+    """
+    blocks_B, tokens_B = np.array(kv_blocks, np.float64), np.array(tokens, np.float64)
+    share_B = blocks_B / max(blocks_B.sum(), 1.0)
+    return share_B * np.divide(tokens_B, tokens_B + prior_tokens, out=np.zeros_like(tokens_B), where=tokens_B > 0)
+
+
+def batch_mass(requests: Sequence[RequestSignals], weight_B: np.ndarray, calibration_mass_LE: np.ndarray) -> np.ndarray:
+    """Returns m_ℓe of the batch, float64 [L, E], sums to 1 in every layer (eq. 1).
+
+    Args:
+      requests: B of them.
+      weight_B: ``request_weights``.
+      calibration_mass_LE: m of the calibration text, the prior.
+    """
+    if not requests:
+        return calibration_mass_LE
+    mass_BLE = np.stack([request.mass_LE for request in requests])
+    total_BL = mass_BLE.sum(axis=-1)
+    weight_BL = np.where(total_BL > 0, weight_B[:, None], 0.0)
+    scale_BL = weight_BL / np.where(total_BL > 0, total_BL, 1.0)
+    prior_L1 = 1.0 - weight_BL.sum(axis=0)[:, None]
+    return np.einsum("bl,ble->le", scale_BL, mass_BLE) + prior_L1 * calibration_mass_LE
+
+
+def batch_features(
+    requests: Sequence[RequestSignals], weight_B: np.ndarray, calibration_features_LEUX: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x = log(φ / φ of calibration) of the batch, float32 [L, E, U, X], and the evidence for it, [L, E, U].
+
+    The evidence is the weight, in [0, 1], of the requests that routed to the block. Where it is 0, x is 0.
+
+    Args:
+      requests: B of them, at least one.
+      weight_B: ``request_weights``.
+      calibration_features_LEUX: means of φ over the calibration text, NaN where a block has none.
+    """
+    weight_B = weight_B.astype(np.float32)
+    mass_BLE = _stack([request.mass_LE for request in requests])
+    evidence_LE1 = np.tensordot(weight_B, (mass_BLE > 0).astype(np.float32), axes=1)[..., None]
+    log_mass_LE1 = np.tensordot(weight_B, _log(mass_BLE), axes=1)[..., None]
+    # A block that a request did not route to went in as TINY, in all sums: in differences it is 0, else taken out.
+    unseen_LE1 = (weight_B.sum() - evidence_LE1) * np.log(TINY)
+    x_XLEU = np.empty((NUM_FEATURES, *requests[0].norm_LEU.shape), np.float32)
+    for x_LEU, name in zip(x_XLEU, ("norm_LEU", "square_LEU", "max_LEU")):
+        x_LEU[...] = np.tensordot(weight_B, _log(_stack([getattr(request, name) for request in requests])), axes=1)
+    x_XLEU[:2] -= log_mass_LE1
+    x_XLEU[1] /= 2
+    x_XLEU[2] -= unseen_LE1
+    evidence_LEU = np.where(np.isnan(calibration_features_LEUX).any(axis=-1), 0, evidence_LE1)
+    x_XLEU /= np.where(evidence_LEU > 0, evidence_LEU, 1)
+    x_LEUX = np.moveaxis(x_XLEU, 0, -1) - np.log(calibration_features_LEUX, dtype=np.float32, casting="same_kind")
+    return np.where(evidence_LEU[..., None] > 0, x_LEUX, 0), evidence_LEU
+
+
+def _stack(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack(arrays, dtype=np.float32, casting="same_kind")
+
+
+def _log(array: np.ndarray) -> np.ndarray:
+    """Overwrites and returns ``array``."""
+    return np.log(np.maximum(array, TINY, out=array), out=array)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.calibration import Calibration
-from pagedweight_jax.planning.planner import plan_reload, plan_step, pressure_triggered
+from pagedweight_jax.planning.planner import plan_reload, plan_step
+from pagedweight_jax.planning.pressure import pressure_triggered
 from pagedweight_jax.planning.queue import PlanQueue
 
 CONFIG = PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=0, hysteresis_boundaries=3)
@@ -119,7 +120,11 @@ def test_equals_the_plain_loop_and_keeps_its_bounds(planning, seed, ties, availa
     np.testing.assert_array_equal(
         after_LEU,
         planning.plain_raise(
-            before_LEU, world.calibration.sensitivity_LEUQ, world.table.bytes_UQ, available_bytes, settled_LEU
+            before_LEU,
+            planning.plain_damage(world.calibration.sensitivity_LEUQ),
+            world.table.bytes_UQ,
+            available_bytes,
+            settled_LEU,
         ),
     )
     raised_LEU = after_LEU != before_LEU

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted damage for the requests that run now: what is known offline, corrected by what their tokens showed."""
+
+import numpy as np
+
+from pagedweight_jax.config import PlannerConfig
+from pagedweight_jax.planning.calibration import Calibration
+from pagedweight_jax.planning.damage import (
+    global_damage,
+    predicted_damage,
+    predicted_residual,
+    prompt_multiplier,
+    released_bytes,
+    uniform_damage,
+)
+from pagedweight_jax.planning.observation import Observation
+from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
+from pagedweight_jax.planning.signals import batch_features, batch_mass, request_weights
+from pagedweight_jax.planning.stages import routing_buckets
+
+
+def effective_policy(calibration: Calibration, config: PlannerConfig) -> Policy:
+    """Returns the policy whose buckets count: a neutral one where routing statistics or all sensitivity is off."""
+    return calibration.policy if config.routing_statistics and config.global_sensitivity else NEUTRAL_POLICY
+
+
+def expert_buckets(observation: Observation, calibration: Calibration, policy: Policy) -> np.ndarray:
+    """Returns β of every expert, int64 [L, E]: by the running requests' routing mass, without any by calibration's."""
+    if not policy.edges:
+        return np.zeros(calibration.sensitivity_LEUQ.shape[:2], np.int64)
+    weight_B = _request_weights(observation, policy)
+    mass_LE = batch_mass(observation.requests, weight_B, calibration.mass_LE)
+    return routing_buckets(mass_LE, calibration.mass_LE, policy.edges)
+
+
+def score_damage(
+    observation: Observation,
+    calibration: Calibration,
+    bucket_LE: np.ndarray,
+    bytes_UQ: np.ndarray,
+    config: PlannerConfig,
+) -> np.ndarray:
+    """Returns d of every one-bit reduction for the running requests, [L, E, U, R]: eq. 8 with what is switched on.
+
+    Args:
+      observation, calibration, config: as for ``plan_step``.
+      bucket_LE: β of ``effective_policy``.
+      bytes_UQ: M_u^b.
+    """
+    prior_LEUR = prior_damage(calibration, bytes_UQ, config.global_sensitivity)
+    if not config.global_sensitivity:
+        return predicted_damage(prior_LEUR)
+    mu_LE11 = np.array(effective_policy(calibration, config).multipliers)[bucket_LE][..., None, None]
+    heads, alpha = calibration.heads, calibration.policy.alpha
+    if heads is None or alpha == 0 or not (config.prompt_residual and observation.requests):
+        return predicted_damage(prior_LEUR, mu_LE11)
+    weight_B = _request_weights(observation, calibration.policy)
+    x_LEUX, evidence_LEU = batch_features(observation.requests, weight_B, calibration.features_LEUX)
+    rho_LEUR = predicted_residual(x_LEUX, heads)
+    return predicted_damage(prior_LEUR, mu_LE11, prompt_multiplier(rho_LEUR, evidence_LEU, heads, alpha))
+
+
+def prior_damage(calibration: Calibration, bytes_UQ: np.ndarray, global_sensitivity: bool) -> np.ndarray:
+    """Returns each reduction's damage as known offline, float64 [L, E, U, R]: g of eq. 4, or its uniform rival."""
+    if global_sensitivity:
+        return global_damage(calibration.sensitivity_LEUQ)
+    g_UR = uniform_damage(released_bytes(bytes_UQ))
+    return np.broadcast_to(g_UR, (*calibration.sensitivity_LEUQ.shape[:2], *g_UR.shape))
+
+
+def _request_weights(observation: Observation, policy: Policy) -> np.ndarray:
+    tokens = [request.tokens for request in observation.requests]
+    return request_weights(observation.kv_blocks, tokens, policy.prior_tokens)
