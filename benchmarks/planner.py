@@ -3,7 +3,7 @@
 
 Signals, sensitivities and present bits are random; sizes are those of Qwen1.5-MoE's blocks. ``quiet`` is a boundary
 without pressure, at which the stages' plans are only made ready; the others must release one KV block, a quarter or
-nearly all of what there is. ``reload`` takes what one boundary may reload. The figure is the median of the repeats.
+nearly all of what there is. ``reload`` takes what one boundary may reload. The figures are the median and the fastest.
 
     python benchmarks/planner.py
     python benchmarks/planner.py --requests 64 --repeats 10
@@ -70,16 +70,17 @@ def draw_calibration(rng: np.random.Generator, shape_LE: tuple[int, int]) -> Cal
     )
 
 
-def median_ms(function: Callable[[], object], repeats: int) -> float:
+def times_ms(function: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Returns the median and the fastest of the repeats; where others use the machine, only the fastest says much."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e3
+    return {"median": statistics.median(seconds) * 1e3, "fastest": min(seconds) * 1e3}
 
 
-def measure(shape_LE: tuple[int, int], num_requests: int, repeats: int) -> dict[str, float]:
+def measure(shape_LE: tuple[int, int], num_requests: int, repeats: int) -> dict[str, dict[str, float]]:
     """Returns milliseconds by what was done."""
     rng = np.random.default_rng(0)
     calibration = draw_calibration(rng, shape_LE)
@@ -102,19 +103,17 @@ def measure(shape_LE: tuple[int, int], num_requests: int, repeats: int) -> dict[
         "a quarter": releasable_blocks // 4,
         "nearly all": releasable_blocks * 9 // 10,
     }
-    times_ms = {}
+    cases = {}
     for name, num_blocks in wanted.items():
         seen = observation(1 - num_blocks)
-        times_ms[name] = median_ms(lambda seen=seen: plan_step(table, seen, calibration, queue, CONFIG), repeats)
+        cases[name] = lambda seen=seen: plan_step(table, seen, calibration, queue, CONFIG)
     ample = observation(1000)
     bucket_LE = expert_buckets(ample, calibration, POLICY)
-    times_ms["reload"] = median_ms(lambda: plan_reload(table, ample, calibration, queue, CONFIG), repeats)
-    times_ms["of it buckets"] = median_ms(lambda: expert_buckets(ample, calibration, POLICY), repeats)
-    times_ms["of it damage"] = median_ms(
-        lambda: score_damage(ample, calibration, bucket_LE, table.bytes_UQ, CONFIG), repeats
-    )
-    times_ms["observe a request"] = median_ms(lambda: observe(requests[0], requests[0], 8, 2048.0), repeats)
-    return times_ms
+    cases["reload"] = lambda: plan_reload(table, ample, calibration, queue, CONFIG)
+    cases["of it buckets"] = lambda: expert_buckets(ample, calibration, POLICY)
+    cases["of it damage"] = lambda: score_damage(ample, calibration, bucket_LE, table.bytes_UQ, CONFIG)
+    cases["observe a request"] = lambda: observe(requests[0], requests[0], 8, 2048.0)
+    return {name: times_ms(case, repeats) for name, case in cases.items()}
 
 
 def main() -> None:
@@ -127,9 +126,11 @@ def main() -> None:
     print(f"{'ms, ' + str(args.requests) + ' requests':20}" + "".join(f"{name:>14}" for name in SHAPES))
     print(f"{'blocks':20}" + "".join(f"{2 * L * E:>14}" for L, E in SHAPES.values()))
     for case in next(iter(rows.values())):
-        print(f"{case:20}" + "".join(f"{row[case]:>14.2f}" for row in rows.values()))
+        print(
+            f"{case:20}" + "".join(f"{row[case]['median']:>8.2f}{row[case]['fastest']:>6.2f}" for row in rows.values())
+        )
     for name, (L, E) in SHAPES.items():
-        record = {"model": name, "blocks": 2 * L * E, "requests": args.requests, "median_ms": rows[name]}
+        record = {"model": name, "blocks": 2 * L * E, "requests": args.requests, "ms": rows[name]}
         append_result(args.results, "planner", record)
 
 

@@ -43,17 +43,17 @@ def uniform_damage(released_UR: np.ndarray) -> np.ndarray:
     return released_UR * 4.0 ** np.arange(released_UR.shape[-1])
 
 
-def predicted_residual(x_LEUX: np.ndarray, heads: ResidualHeads) -> np.ndarray:
+def predicted_residual(x_XLEU: np.ndarray, heads: ResidualHeads) -> np.ndarray:
     """Returns ρ̂_i^{b→b−1} = w_u · x_i + a_u, the predicted log residual, float32 [L, E, U, R] (eq. 5).
 
     Args:
-      x_LEUX: float32, log features relative to the calibration text's.
+      x_XLEU: float32, log features relative to the calibration text's.
       heads: the linear heads.
     """
     weight_URX, intercept_UR = heads.weight_URX.astype(np.float32), heads.intercept_UR.astype(np.float32)
-    rho_LEUR = np.empty((*x_LEUX.shape[:-1], weight_URX.shape[1]), np.float32)
+    rho_LEUR = np.empty((*x_XLEU.shape[1:], weight_URX.shape[1]), np.float32)
     for u, weight_RX in enumerate(weight_URX):
-        rho_LEUR[:, :, u] = x_LEUX[:, :, u] @ weight_RX.T
+        rho_LEUR[:, :, u] = np.moveaxis(x_XLEU[..., u], 0, -1) @ weight_RX.T
     rho_LEUR += intercept_UR
     return rho_LEUR
 

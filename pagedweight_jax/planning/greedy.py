@@ -12,7 +12,6 @@ Axis R holds one-bit steps, as in ``damage.py``.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,17 +65,20 @@ class Steps:
       nth_n: how many legal steps lie before it in its chain.
       size_n: int64, bytes.
       shape_LEU: [L, E, U].
+      complete: whether these are all legal steps.
     """
 
     block_n: np.ndarray
     nth_n: np.ndarray
     size_n: np.ndarray
     shape_LEU: tuple[int, ...]
+    complete: bool
 
     def per_block(self, chosen: slice | np.ndarray) -> np.ndarray:
-        """Returns how many of the chosen steps belong to each block, uint8 [L, E, U]."""
-        counts = np.bincount(self.block_n[chosen], minlength=math.prod(self.shape_LEU))
-        return counts.astype(np.uint8).reshape(self.shape_LEU)
+        """Returns how many of the chosen steps belong to each block, uint8 [L, E, U]; they are its first ones."""
+        counts = np.zeros(math.prod(self.shape_LEU), np.uint8)
+        counts[self.block_n[chosen]] = self.nth_n[chosen] + 1  # of several, the last in greedy order stays
+        return counts.reshape(self.shape_LEU)
 
 
 def score_actions(bits_LEU: np.ndarray, damage_LEUR: np.ndarray, size_UR: np.ndarray, max_bits: int) -> Actions:
@@ -119,27 +121,24 @@ def _actions(signed_damage_LEUR: np.ndarray, size_UR: np.ndarray, start_LEU: np.
     return Actions(cost_LEUR=cost_LEUR, size_UR=size_UR, start_LEU=start_LEU)
 
 
-def greedy_select(actions: Actions, most_LEUs: Sequence[np.ndarray], target_bytes: int) -> list[np.ndarray]:
+def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) -> list[np.ndarray]:
     """Returns, for every stage, how many bits each block loses: the cheapest steps that release the target, or all.
 
     All stages share one order of the steps and differ in what they may take of it.
 
     Args:
       actions: reductions.
-      most_LEUs: for every stage, uint8, how many bits each block may lose.
+      most_SLEU: uint8, how many bits each block may lose in every stage.
       target_bytes: D.
     """
-    num_steps = 8 * actions.least_steps(target_bytes)
-    order, selected = None, []
-    for most_LEU in most_LEUs:
-        lost_LEU = most_LEU
-        if actions.bytes_of(most_LEU) > target_bytes:
-            order = order or greedy_order(actions, num_steps)
+    order = greedy_order(actions, 2 * actions.least_steps(target_bytes))
+    selected = []
+    for most_LEU in most_SLEU:
+        lost_LEU = _cheapest(order, most_LEU, target_bytes)
+        if lost_LEU is None and not order.complete and actions.bytes_of(most_LEU) > target_bytes:
+            order = greedy_order(actions, actions.cost_LEUR.size)  # its head held too little that this stage may take
             lost_LEU = _cheapest(order, most_LEU, target_bytes)
-            if lost_LEU is None:  # the head of the order holds too little that this stage may take
-                order = greedy_order(actions, actions.cost_LEUR.size)
-                lost_LEU = _cheapest(order, most_LEU, target_bytes)
-        selected.append(lost_LEU)
+        selected.append(most_LEU if lost_LEU is None else lost_LEU)
     return selected
 
 
@@ -151,25 +150,34 @@ def greedy_fill(actions: Actions, available_bytes: int) -> np.ndarray:
 
 def greedy_order(actions: Actions, num_steps: int) -> Steps:
     """Returns the first ``num_steps`` legal steps in greedy order, or more; all if there are no more."""
-    cost = actions.cost_LEUR.reshape(-1)
-    num_steps = max(num_steps, HEAD_STEPS)
-    if num_steps < cost.size:  # a target is mostly small against the weights: sort no more than it can need
-        limit = np.partition(cost, num_steps)[num_steps]
-        head = np.flatnonzero(cost <= min(limit, np.finfo(np.float32).max))
-    else:
-        head = np.flatnonzero(cost < np.inf)
+    *shape_LEU, R = actions.cost_LEUR.shape
+    cost, start = actions.cost_LEUR.reshape(-1), actions.start_LEU.reshape(-1)
+    num_steps, limit = max(num_steps, HEAD_STEPS), np.float32(np.inf)
+    if num_steps < start.size:
+        # A target is mostly small against the weights. No chain's first step is dearer than its others, so that there
+        # are enough steps up to the num_steps-th of the first ones: no more need be sorted.
+        first = cost[np.arange(0, cost.size, R) + np.minimum(start, R - 1)]
+        limit = np.partition(first, num_steps)[num_steps]
+    head = np.flatnonzero(cost < limit if np.isinf(limit) else cost <= limit)
     # One integer holds a step's cost and place: no two are equal, ties go by table order, and the sort is a fast one.
-    bits = cost[head].view(np.uint32)
-    rank = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))  # ascends as the float does
-    order = rank.astype(np.uint64) << 32 | head.astype(np.uint64)
+    bits = cost[head].view(np.int32)
+    rank = (bits ^ (bits >> 31 | np.int32(-(2**31)))).view(np.uint32)  # ascends as the float does
+    order = rank.astype(np.uint64)
+    order <<= 32
+    order |= head.view(np.uint64)
     order.sort()
     step_n = order.astype(np.uint32)
-    *shape_LEU, R = actions.cost_LEUR.shape
     block_n = step_n // np.uint32(R)
-    place_n = step_n - block_n * np.uint32(R)
+    place_n = (step_n - block_n * np.uint32(R)).astype(np.uint8)
+    block_n = block_n.astype(np.intp)
     size_n = actions.size_UR.reshape(-1)[step_n % np.uint32(actions.size_UR.size)]
-    nth_n = place_n - actions.start_LEU.reshape(-1)[block_n]
-    return Steps(block_n=block_n, nth_n=nth_n, size_n=size_n, shape_LEU=tuple(shape_LEU))
+    return Steps(
+        block_n=block_n,
+        nth_n=place_n - start[block_n],
+        size_n=size_n,
+        shape_LEU=tuple(shape_LEU),
+        complete=bool(np.isinf(limit)),
+    )
 
 
 def _cheapest(order: Steps, most_LEU: np.ndarray, target_bytes: int) -> np.ndarray | None:

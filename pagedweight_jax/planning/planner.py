@@ -58,10 +58,11 @@ def plan_step(
     bucket_LE = expert_buckets(observation, calibration, policy)
     damage_LEUR = score_damage(observation, calibration, bucket_LE, bytes_UQ, config)
     stages = bitwidth_floor_stages(policy)
-    floors = [stage_floors(stage, policy, bucket_LE, queue.initial_LEU) for stage in stages]
-    most = [_bits_above(bits_LEU, np.maximum(floor_LEU, np.uint8(calibration.min_bits))) for floor_LEU in floors]
+    floor_SLEU = stage_floors(stages, policy, bucket_LE, queue.initial_LEU)
+    np.maximum(floor_SLEU, np.uint8(calibration.min_bits), out=floor_SLEU)
+    most_SLEU = bits_LEU - np.minimum(bits_LEU, floor_SLEU)
     actions = score_actions(bits_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
-    lost = greedy_select(actions, most, max(target_bytes, observation.kv.block_bytes))
+    lost = greedy_select(actions, most_SLEU, max(target_bytes, observation.kv.block_bytes))
     for stage, lost_LEU in zip(stages, lost, strict=True):
         plan = MovePlan.between(bits_LEU, bits_LEU - lost_LEU, bytes_UQ, calibration.min_bits)
         queue = refresh_plan_queue(queue, stage, plan)
@@ -95,7 +96,7 @@ def plan_reload(
     actions = score_raises(bits_LEU, settled_LEU, damage_LEUR, size_UR, calibration.min_bits)
     raised_LEU = bits_LEU + greedy_fill(actions, available_bytes)
     plan = MovePlan.between(bits_LEU, raised_LEU, bytes_UQ, calibration.min_bits)
-    return plan if len(plan.blocks) else None
+    return None if plan.is_empty else plan
 
 
 def initial_bits(
@@ -121,7 +122,7 @@ def initial_bits(
         )
     damage_LEUR = predicted_damage(prior_damage(calibration, bytes_UQ, global_sensitivity))
     actions = score_actions(full_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
-    [lost_LEU] = greedy_select(actions, [full_LEU - np.uint8(calibration.min_bits)], full_bytes - budget_bytes)
+    [lost_LEU] = greedy_select(actions, (full_LEU - np.uint8(calibration.min_bits))[None], full_bytes - budget_bytes)
     return full_LEU - lost_LEU
 
 
@@ -154,20 +155,17 @@ def refresh_plan_queue(queue: PlanQueue, stage: FloorStage, plan: MovePlan) -> P
 
 def select_best_plan(queue: PlanQueue, target_bytes: int) -> MovePlan | None:
     """Returns the strictest stage's plan that meets the target, else the largest reduction, None if that is empty."""
+    largest, most_bytes = None, 0
     for plan in queue.plans.values():
-        if plan.total_released_bytes >= target_bytes:
+        released_bytes = plan.total_released_bytes
+        if released_bytes >= target_bytes:
             return plan
-    largest = max(queue.plans.values(), key=lambda plan: plan.total_released_bytes)
-    return largest if len(largest.blocks) else None
+        if released_bytes > most_bytes:
+            largest, most_bytes = plan, released_bytes
+    return largest
 
 
 def remember_lowered(queue: PlanQueue, plan: MovePlan, boundary: int) -> PlanQueue:
     """Returns the queue that knows the plan's blocks as lowered at ``boundary``."""
-    lowered_at_LEU = queue.lowered_at_LEU.copy()
-    lowered_at_LEU[tuple(plan.blocks.T)] = boundary
-    return replace(queue, lowered_at_LEU=lowered_at_LEU)
-
-
-def _bits_above(bits_LEU: np.ndarray, floor_LEU: np.ndarray) -> np.ndarray:
-    """Returns how many bits each block stands above its floor, uint8; 0 where it is lower already."""
-    return bits_LEU - np.minimum(bits_LEU, floor_LEU)
+    lowered_LEU = plan.new_LEU < plan.old_LEU
+    return replace(queue, lowered_at_LEU=np.where(lowered_LEU, float(boundary), queue.lowered_at_LEU))

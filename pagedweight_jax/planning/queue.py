@@ -12,36 +12,62 @@ from pagedweight_jax.planning.stages import FloorStage
 class MovePlan:
     """Changes of the desired bits of n blocks: {(i, q_i → d_i, Δ_i)}.
 
+    A plan is kept for every stage and carried out for one at most, so the list of its changes is made when asked for.
+
     Attributes:
-      blocks: int64 [n, 3], (layer, expert, kind), each block once, in table order.
-      from_bits, to_bits: int64 [n], desired bits before and after.
-      released_bytes: int64 [n], Δ of eq. 3; negative where bits rise, for bytes that are taken.
+      old_LEU, new_LEU: uint8, all desired bits before and after.
+      bytes_UQ: int64, M_u^b, Q from min_bits.
+      min_bits: the smallest supported bitwidth.
     """
 
-    blocks: np.ndarray
-    from_bits: np.ndarray
-    to_bits: np.ndarray
-    released_bytes: np.ndarray
+    old_LEU: np.ndarray
+    new_LEU: np.ndarray
+    bytes_UQ: np.ndarray
+    min_bits: int
 
     @classmethod
     def between(cls, old_LEU: np.ndarray, new_LEU: np.ndarray, bytes_UQ: np.ndarray, min_bits: int) -> "MovePlan":
-        """Returns the plan that turns the bits ``old_LEU`` into ``new_LEU``; ``bytes_UQ`` is M_i^b, Q from min_bits."""
-        index = np.unravel_index(np.flatnonzero(old_LEU != new_LEU), old_LEU.shape)
-        blocks = np.stack(index, axis=-1)
-        from_bits, to_bits = old_LEU[index].astype(np.int64), new_LEU[index].astype(np.int64)
-        kind = index[2]
-        released_bytes = bytes_UQ[kind, from_bits - min_bits] - bytes_UQ[kind, to_bits - min_bits]
-        return cls(blocks=blocks, from_bits=from_bits, to_bits=to_bits, released_bytes=released_bytes)
+        """Returns the plan that turns the bits ``old_LEU`` into ``new_LEU``."""
+        return cls(old_LEU=old_LEU, new_LEU=new_LEU, bytes_UQ=bytes_UQ, min_bits=min_bits)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.old_LEU != self.new_LEU).any()
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """int64 [n, 3], (layer, expert, kind), each changed block once, in table order."""
+        return np.argwhere(self.old_LEU != self.new_LEU)
+
+    @property
+    def from_bits(self) -> np.ndarray:
+        """int64 [n], desired bits before."""
+        return self.old_LEU[self.old_LEU != self.new_LEU].astype(np.int64)
+
+    @property
+    def to_bits(self) -> np.ndarray:
+        """int64 [n], desired bits after."""
+        return self.new_LEU[self.old_LEU != self.new_LEU].astype(np.int64)
+
+    @property
+    def released_bytes(self) -> np.ndarray:
+        """int64 [n], Δ of eq. 3; negative where bits rise, for bytes that are taken."""
+        kind = self.blocks[:, 2]
+        return self.bytes_UQ[kind, self.from_bits - self.min_bits] - self.bytes_UQ[kind, self.to_bits - self.min_bits]
 
     @property
     def total_released_bytes(self) -> int:
-        return int(self.released_bytes.sum())
+        return self._total_bytes(self.old_LEU) - self._total_bytes(self.new_LEU)
+
+    def _total_bytes(self, bits_LEU: np.ndarray) -> int:
+        U, Q = self.bytes_UQ.shape
+        first_U = np.arange(U, dtype=np.uint8) * np.uint8(Q) - np.uint8(self.min_bits)
+        counts = np.bincount((bits_LEU + first_U).reshape(-1), minlength=U * Q)
+        return int(counts @ self.bytes_UQ.reshape(-1))
 
     def apply(self, bits_LEU: np.ndarray) -> np.ndarray:
         """Returns a copy of the desired bits with the plan carried out."""
-        bits_LEU = bits_LEU.copy()
-        bits_LEU[tuple(self.blocks.T)] = self.to_bits
-        return bits_LEU
+        return np.where(self.old_LEU != self.new_LEU, self.new_LEU, bits_LEU)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,8 @@ def score_damage(
     if heads is None or alpha == 0 or not (config.prompt_residual and observation.requests):
         return predicted_damage(prior_LEUR, mu_LE11)
     weight_B = _request_weights(observation, calibration.policy)
-    x_LEUX, evidence_LEU = batch_features(observation.requests, weight_B, calibration.features_LEUX)
-    rho_LEUR = predicted_residual(x_LEUX, heads)
+    x_XLEU, evidence_LEU = batch_features(observation.requests, weight_B, calibration.features_LEUX)
+    rho_LEUR = predicted_residual(x_XLEU, heads)
     return predicted_damage(prior_LEUR, mu_LE11, prompt_multiplier(rho_LEUR, evidence_LEU, heads, alpha))
 
 

@@ -123,7 +123,7 @@ def batch_mass(requests: Sequence[RequestSignals], weight_B: np.ndarray, calibra
 def batch_features(
     requests: Sequence[RequestSignals], weight_B: np.ndarray, calibration_features_LEUX: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x = log(φ / φ of calibration) of the batch, float32 [L, E, U, X], and the evidence for it, [L, E, U].
+    """Returns x = log(φ / φ of calibration) of the batch, float32 [X, L, E, U], and the evidence for it, [L, E, U].
 
     The evidence is the weight, in [0, 1], of the requests that routed to the block. Where it is 0, x is 0.
 
@@ -133,27 +133,25 @@ def batch_features(
       calibration_features_LEUX: means of φ over the calibration text, NaN where a block has none.
     """
     weight_B = weight_B.astype(np.float32)
-    mass_BLE = _stack([request.mass_LE for request in requests])
-    evidence_LE1 = np.tensordot(weight_B, (mass_BLE > 0).astype(np.float32), axes=1)[..., None]
-    log_mass_LE1 = np.tensordot(weight_B, _log(mass_BLE), axes=1)[..., None]
+    *shape_LE, U = requests[0].norm_LEU.shape
+    x_XLEU, log_mass_LE = np.zeros((NUM_FEATURES, *shape_LE, U), np.float32), np.zeros(shape_LE, np.float32)
+    buffer_XLEU, buffer_LE = np.empty_like(x_XLEU), np.empty_like(log_mass_LE)  # small enough for the cache
+    evidence_LE = np.zeros(shape_LE, np.float32)
+    for request, weight in zip(requests, weight_B, strict=True):
+        buffer_XLEU[0], buffer_XLEU[1], buffer_XLEU[2] = request.norm_LEU, request.square_LEU, request.max_LEU
+        buffer_LE[...] = request.mass_LE
+        evidence_LE += weight * (buffer_LE > 0)
+        for sums, buffer in ((x_XLEU, buffer_XLEU), (log_mass_LE, buffer_LE)):
+            np.log(np.maximum(buffer, TINY, out=buffer), out=buffer)
+            buffer *= weight
+            sums += buffer
     # A block that a request did not route to went in as TINY, in all sums: in differences it is 0, else taken out.
-    unseen_LE1 = (weight_B.sum() - evidence_LE1) * np.log(TINY)
-    x_XLEU = np.empty((NUM_FEATURES, *requests[0].norm_LEU.shape), np.float32)
-    for x_LEU, name in zip(x_XLEU, ("norm_LEU", "square_LEU", "max_LEU")):
-        x_LEU[...] = np.tensordot(weight_B, _log(_stack([getattr(request, name) for request in requests])), axes=1)
-    x_XLEU[:2] -= log_mass_LE1
+    evidence_LEU, log_mass_LEU = (np.repeat(array, U).reshape(*shape_LE, U) for array in (evidence_LE, log_mass_LE))
+    x_XLEU[:2] -= log_mass_LEU
     x_XLEU[1] /= 2
-    x_XLEU[2] -= unseen_LE1
-    evidence_LEU = np.where(np.isnan(calibration_features_LEUX).any(axis=-1), 0, evidence_LE1)
+    x_XLEU[2] -= (weight_B.sum() - evidence_LEU) * np.log(TINY)
+    known_XLEU = np.moveaxis(calibration_features_LEUX, -1, 0).astype(np.float32, order="C")
+    evidence_LEU[np.isnan(known_XLEU.sum(axis=0))] = 0
     x_XLEU /= np.where(evidence_LEU > 0, evidence_LEU, 1)
-    x_LEUX = np.moveaxis(x_XLEU, 0, -1) - np.log(calibration_features_LEUX, dtype=np.float32, casting="same_kind")
-    return np.where(evidence_LEU[..., None] > 0, x_LEUX, 0), evidence_LEU
-
-
-def _stack(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.stack(arrays, dtype=np.float32, casting="same_kind")
-
-
-def _log(array: np.ndarray) -> np.ndarray:
-    """Overwrites and returns ``array``."""
-    return np.log(np.maximum(array, TINY, out=array), out=array)
+    x_XLEU -= np.log(known_XLEU)
+    return np.where(evidence_LEU > 0, x_XLEU, 0), evidence_LEU

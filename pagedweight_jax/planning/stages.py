@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing buckets, and how far each stage of the policy lets their blocks be lowered."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,19 +55,24 @@ def routing_buckets(mass_LE: np.ndarray, calibration_mass_LE: np.ndarray, edges:
     return np.searchsorted(edges, relative_LE, side="right")
 
 
-def stage_floors(stage: FloorStage, policy: Policy, bucket_LE: np.ndarray, initial_LEU: np.ndarray) -> np.ndarray:
-    """Returns the bits below which ``stage`` lowers no block, uint8 [L, E, U]. A block that is lower already stays.
+def stage_floors(
+    stages: Sequence[FloorStage], policy: Policy, bucket_LE: np.ndarray, initial_LEU: np.ndarray
+) -> np.ndarray:
+    """Returns the bits below which each stage lowers no block, uint8 [S, L, E, U]. A block that is lower already stays.
 
     Args:
-      stage: one of ``bitwidth_floor_stages(policy)``.
+      stages: S of ``bitwidth_floor_stages(policy)``.
       policy: floors and depth caps of the buckets.
       bucket_LE: β.
       initial_LEU: uint8, bits at the start of serving, from which the depth counts.
     """
-    floors = np.array([max(0, floor - stage.relaxed_bits) for floor in policy.floors], np.uint8)
-    floor_LE1 = floors[bucket_LE][..., None]
-    if not stage.capped:
-        return np.broadcast_to(floor_LE1, initial_LEU.shape)
-    caps = np.array([NO_CAP_BITS if cap is None else min(cap, NO_CAP_BITS) for cap in policy.depth_caps], np.uint8)
-    cap_LE1 = caps[bucket_LE][..., None]
-    return np.maximum(floor_LE1, initial_LEU - np.minimum(initial_LEU, cap_LE1))
+    U = initial_LEU.shape[-1]
+    floors = [[max(0, floor - stage.relaxed_bits) for floor in policy.floors] for stage in stages]
+    caps = [NO_CAP_BITS if cap is None else min(cap, NO_CAP_BITS) for cap in policy.depth_caps]
+    bucket_LEU = np.repeat(bucket_LE, U).reshape(initial_LEU.shape)
+    floor_SLEU = np.array(floors, np.uint8)[:, bucket_LEU]
+    deepest_LEU = initial_LEU - np.minimum(initial_LEU, np.array(caps, np.uint8)[bucket_LEU])
+    for stage, floor_LEU in zip(stages, floor_SLEU, strict=True):
+        if stage.capped:
+            np.maximum(floor_LEU, deepest_LEU, out=floor_LEU)
+    return floor_SLEU

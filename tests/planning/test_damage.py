@@ -53,8 +53,8 @@ def make_heads(**changes):
 
 
 def test_predicted_residual_by_hand():
-    x_LEUX = np.array([[[[1.0, 0.25, 0.5]], [[0.0, 0.0, 0.0]]]], np.float32)
-    np.testing.assert_array_equal(predicted_residual(x_LEUX, make_heads()), [[[[2.0, -1.0]], [[0.5, 1.0]]]])
+    x_XLEU = np.array([[[[1.0], [0.0]]], [[[0.25], [0.0]]], [[[0.5], [0.0]]]], np.float32)
+    np.testing.assert_array_equal(predicted_residual(x_XLEU, make_heads()), [[[[2.0, -1.0]], [[0.5, 1.0]]]])
 
 
 def test_prompt_multiplier_by_hand():

@@ -86,12 +86,12 @@ def test_plan_by_hand(planning, target_bytes, bits):
 def test_plain_ratios_would_take_a_step_before_the_one_that_it_builds_on():
     """Negative control: without the running maximum, down's cheap second step is dearer than it looks."""
     damage_LEUR = np.array([[[[15.0, 30.0], [8.0, 4.0]]]], np.float32)
-    all_LEU = np.full((1, 1, 2), 2, np.uint8)
+    all_SLEU = np.full((1, 1, 1, 2), 2, np.uint8)
     actions = score_actions(np.full((1, 1, 2), 5, np.uint8), damage_LEUR, np.array([[10, 10], [4, 4]]), 5)
     np.testing.assert_array_equal(actions.cost_LEUR, [[[[1.5, 3.0], [2.0, 2.0]]]])
-    np.testing.assert_array_equal(greedy_select(actions, [all_LEU], 4), [[[[1, 0]]]])
+    np.testing.assert_array_equal(greedy_select(actions, all_SLEU, 4), [[[[1, 0]]]])
     plain = replace(actions, cost_LEUR=damage_LEUR / actions.size_UR.astype(np.float32))
-    np.testing.assert_array_equal(greedy_select(plain, [all_LEU], 4), [[[[0, 1]]]])
+    np.testing.assert_array_equal(greedy_select(plain, all_SLEU, 4), [[[[0, 2]]]])
 
 
 def test_strictest_stage_that_meets_the_target_wins(planning):

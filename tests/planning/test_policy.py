@@ -54,7 +54,7 @@ def test_stages_strictest_first_then_without_caps():
 )
 def test_floors_by_hand(stage, floors):
     initial_LEU = np.array([[[3, 8], [4, 8], [4, 8]]], np.uint8)
-    floor_LEU = stage_floors(stage, POLICY, np.array([[0, 1, 2]]), initial_LEU)
+    [floor_LEU] = stage_floors([stage], POLICY, np.array([[0, 1, 2]]), initial_LEU)
     assert floor_LEU.dtype == np.uint8
     np.testing.assert_array_equal(floor_LEU, [floors])
 
