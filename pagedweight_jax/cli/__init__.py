@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pagedweight_jax.cli import checkpoint, demo, serving
+from pagedweight_jax.cli import calibrate, checkpoint, demo, serving
 from pagedweight_jax.errors import UserError
 
 
@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     checkpoint.add_verbs(verbs)
+    calibrate.add_verbs(verbs)
     serving.add_verbs(verbs)
     demo.add_verbs(verbs)
     return parser

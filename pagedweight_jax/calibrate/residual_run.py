@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a paged checkpoint and text to its online policy: checked first, measured layer by layer, resumable."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pagedweight_jax.calibrate.residual import HeldOut, cross_fit, text_means, whole_sequences
+from pagedweight_jax.calibrate.residual_policy import first_policy
+from pagedweight_jax.calibrate.residual_report import held_out_report
+from pagedweight_jax.calibrate.sequences import measure_sequences
+from pagedweight_jax.calibrate.text import BETWEEN, choose_sequences, read_text, tokenize
+from pagedweight_jax.checkpoint.draft import open_draft
+from pagedweight_jax.checkpoint.manifest import MANIFEST
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress, sha256_of
+from pagedweight_jax.checkpoint.policy import OnlinePolicy, PolicyRun
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.planning.damage import global_damage
+
+SPANS = 4
+"""Of equal length, in which the statistics of a sequence are kept: what comes before, what comes after."""
+
+
+@dataclass(frozen=True)
+class PolicyJob:
+    """A measurement that can begin.
+
+    Attributes:
+      checkpoint: the model.
+      run: the text.
+      sequences_NS: its tokens, int32.
+    """
+
+    checkpoint: PagedCheckpoint
+    run: PolicyRun
+    sequences_NS: np.ndarray
+
+
+def prepare_policy(
+    checkpoint: PagedCheckpoint,
+    text: Sequence[Path] = (),
+    *,
+    samples: int = 100,
+    sequence_length: int = 512,
+    seed: int = 0,
+) -> PolicyJob:
+    """Returns the checked measurement; no array is read, nothing is written.
+
+    Args:
+      checkpoint: the model.
+      text: files or folders as ``read_text`` takes them; none takes the text that the checkpoint carries.
+      samples: sequences.
+      sequence_length: tokens of each, a multiple of 4.
+      seed: of their choice.
+
+    Raises:
+      UserError: no text or too little of it, or a size that makes no sense.
+    """
+    manifest, config = checkpoint.manifest, checkpoint.manifest.config
+    if manifest.min_bits == manifest.max_bits:
+        raise UserError(f"{checkpoint.path}: it has {manifest.max_bits} bits only, so there is nothing to choose")
+    if sequence_length % SPANS or sequence_length > config.max_position_embeddings:
+        raise UserError(
+            f"calibration: a sequence must be a multiple of {SPANS} tokens and within the model's context of "
+            f"{config.max_position_embeddings}, got {sequence_length} (--sequence-length)"
+        )
+    if samples < 2:
+        raise UserError(f"calibration: need 2 samples at least, one to fit and one to try it on, got {samples}")
+    own = checkpoint.path / "text" / "calibration.txt"
+    if not text and not own.is_file():
+        raise UserError(f"no calibration text: give one with --text ({own} does not exist)")
+    joined = BETWEEN.join(read_text(Path(path)) for path in text or (own,))
+    begin, tokens = tokenize(checkpoint.path, joined, config.vocab_size)
+    sequences_NS = choose_sequences(begin, tokens, samples, sequence_length, seed)
+    digest = hashlib.sha256(joined.encode()).hexdigest()
+    run = PolicyRun(text_sha256=digest, samples=samples, sequence_length=sequence_length, seed=seed)
+    return PolicyJob(checkpoint, run, sequences_NS)
+
+
+def measure_policy(
+    job: PolicyJob, *, progress: Progress = no_progress, report: Callable[[str], None] = print
+) -> tuple[OnlinePolicy, HeldOut]:
+    """Returns the policy, not yet written, and the held-out predictions that its fit is told by.
+
+    What was measured lies in ``OUT.policy.partial`` until it is complete: after an interruption the same job goes on
+    behind its last finished layer.
+
+    Args:
+      job: what ``prepare_policy`` returned.
+      progress, report: what the user sees of the work.
+
+    Raises:
+      UserError: an array is damaged, the disk is full, or the text uses too few experts.
+    """
+    checkpoint, run = job.checkpoint, job.run
+    manifest, span_tokens = checkpoint.manifest, run.sequence_length // SPANS
+    inputs = {"checkpoint": sha256_of(checkpoint.path / MANIFEST), "calibration": asdict(run), "spans": SPANS}
+    with open_draft(checkpoint.path.with_name(checkpoint.path.name + ".policy"), inputs, report=report) as draft:
+        statistics = measure_sequences(checkpoint, job.sequences_NS, span_tokens, draft, progress)
+        shutil.rmtree(draft.folder)
+    whole, fallback_LEUR = whole_sequences(statistics), global_damage(checkpoint.sensitivity)
+    heads, held_out = cross_fit(whole, fallback_LEUR)
+    policy, after = first_policy(statistics, span_tokens, fallback_LEUR, heads)
+    means = text_means(whole, fallback_LEUR)
+    online = OnlinePolicy(
+        run=run,
+        damage_LEUR=means.damage_LEUR,
+        mass_LE=means.mass_LE,
+        features_LEUX=means.features_LEUX,
+        heads=heads,
+        policy=policy,
+        fit={"held_out": held_out_report(held_out, heads, manifest.max_bits), "what_comes_after": after},
+    )
+    return online, held_out

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verb that teaches a paged checkpoint's planner: what to make of routing and prompts."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pagedweight_jax.cli.common import print_json, progress_bars
+
+
+def add_verbs(verbs) -> None:
+    """Adds ``calibrate`` to the sub-parsers ``verbs``."""
+    verb = verbs.add_parser("calibrate", help="measure what the online planner goes by, without quantizing again")
+    verb.set_defaults(run=calibrate)
+    verb.add_argument("checkpoint", metavar="OUT", type=Path, help="a paged checkpoint; policy.json is written there")
+    verb.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=(),
+        help="files or folders (.jsonl: fields text; .gz, .xz: packed), tokenized as one (default: the checkpoint's)",
+    )
+    verb.add_argument("--samples", type=int, default=100, help="sequences (default 100)")
+    verb.add_argument("--sequence-length", type=int, default=512, help="tokens of each (default 512)")
+    verb.add_argument("--seed", type=int, default=0, help="of the choice of sequences (default 0)")
+    verb.add_argument("--plot", type=Path, help="draw measured against predicted damage; the suffix says which kind")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    from pagedweight_jax.calibrate.residual_report import draw_held_out
+    from pagedweight_jax.calibrate.residual_run import measure_policy, prepare_policy
+    from pagedweight_jax.checkpoint.paged import open_checkpoint
+    from pagedweight_jax.checkpoint.policy import write_policy
+
+    with progress_bars() as (progress, report):
+        job = prepare_policy(
+            open_checkpoint(args.checkpoint),
+            args.text,
+            samples=args.samples,
+            sequence_length=args.sequence_length,
+            seed=args.seed,
+        )
+        online, held_out = measure_policy(job, progress=progress, report=report)
+        path = write_policy(job.checkpoint, online)
+        if args.plot:
+            draw_held_out(args.plot, held_out, f"{args.checkpoint.name}: {args.samples} sequences, each held out once")
+    summary = summarize_policy(online)
+    if args.json:
+        print_json({"path": str(path), **summary})
+    else:
+        print_policy(summary, path)
+    return 0
+
+
+def summarize_policy(online) -> dict:
+    """Returns what is worth reading of a policy as plain numbers, ready for JSON."""
+    return {"run": asdict(online.run), "policy": asdict(online.policy), **online.fit}
+
+
+def print_policy(summary: dict, path: Path) -> None:
+    """Prints the policy and how well its predictions fit."""
+    console = Console(highlight=False)
+    console.print(path, style="bold", markup=False, soft_wrap=True)
+    run, policy, after = summary["run"], summary["policy"], summary["what_comes_after"]
+    console.print(
+        f"{run['samples']} sequences of {run['sequence_length']} tokens, seed {run['seed']}, "
+        f"text {run['text_sha256'][:12]}"
+    )
+    console.print(
+        f"{len(policy['multipliers'])} routing buckets, multipliers {policy['multipliers'][0]:.3g} to "
+        f"{policy['multipliers'][-1]:.3g}; alpha {policy['alpha']:g}"
+    )
+    console.print(
+        f"the text counts as {policy['prior_tokens']:g} tokens, half-life {policy['half_life_tokens']:g} tokens\n"
+    )
+    console.print(fit_table(summary["held_out"]))
+    meaning = "g: the text's mean. spread: of log(damage / g). confidence: R² beyond routing."
+    console.print(meaning, style="dim")
+    if after:
+        names = {"g": "global damage", "usage": "and routing", "prompt": "and prompt"}
+        scores = ", ".join(f"{names[key]} {after[key]['spearman']:.4f}" for key in names)
+        console.print(f"Rank correlation of what {after['tokens_before']} tokens say of the next: {scores}.")
+
+
+def fit_table(records: list[dict]) -> Table:
+    """Returns one line a kind and one-bit reduction."""
+    title = "R² and rank correlation of the damage of single sequences, held out"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("block", no_wrap=True)
+    for heading in ("bits", "g alone", "and routing", "and prompt", "spread", "confidence"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for record in records:
+        table.add_row(
+            record["kind"],
+            f"{record['from_bits']} to {record['to_bits']}",
+            *(f"{r2:.3f} {rank:.3f}" for r2, rank in zip(record["r2"].values(), record["spearman"].values())),
+            f"{record['spread']:.2f}",
+            f"{record['confidence']:.2f}",
+        )
+    return table

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompt residual's heads on sequences whose damage is known in closed form."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pagedweight_jax.calibrate import residual
+from pagedweight_jax.calibrate.residual import (
+    cross_fit,
+    fit_heads,
+    folds,
+    merge_spans,
+    predict,
+    r_squared,
+    residuals,
+    ridge,
+    text_means,
+    whole_sequences,
+)
+from pagedweight_jax.calibrate.residual_policy import Halves, first_policy, rank_correlation, usage_buckets
+from pagedweight_jax.calibrate.residual_report import draw_held_out, held_out_report
+from pagedweight_jax.calibrate.sequences import SequenceStatistics
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.planning.policy import NEUTRAL_POLICY
+
+L, E, U, R, SPAN = 2, 4, 2, 3, 64
+
+
+def synthetic(num_sequences=40, num_spans=4, power=2.0, noise=0.1, drift=0.0, seed=0):
+    """Sequences whose damage is g times usage times (norm / its mean)^power times noise.
+
+    Usage and norms are a sequence's own, and drift from span to span.
+    """
+    rng = np.random.default_rng(seed)
+    N, Z = num_sequences, num_spans
+
+    def own(sigma, *shape):
+        return np.exp(
+            rng.normal(0, sigma, (N, 1, L, E, *shape)) + drift * rng.normal(0, sigma, (N, Z, L, E, *shape))
+        )
+
+    mass_NZLE = 0.1 * rng.uniform(0.5, 2, (L, E)) * own(0.5)
+    norm_NZLEU = rng.uniform(1, 3, (L, E, U)) * own(0.3, U)
+    g_LEUR = 10.0 ** rng.uniform(-4, -2, (L, E, U, 1)) * 4.0 ** np.arange(R)
+    x_NZLEU = np.log(norm_NZLEU / norm_NZLEU.mean(0))
+    usage_NZLE = mass_NZLE / mass_NZLE.sum(-1, keepdims=True)
+    usage_NZLE = usage_NZLE / usage_NZLE.mean((0, 1))
+    log_NZLEUR = power * x_NZLEU[..., None] + noise * rng.standard_normal((N, Z, L, E, U, R))
+    mass_NZLE1 = mass_NZLE[..., None]
+    return SequenceStatistics(
+        damage_NZLEUR=g_LEUR * usage_NZLE[..., None, None] * np.exp(log_NZLEUR),
+        mass_NZLE=mass_NZLE,
+        norm_NZLEU=mass_NZLE1 * norm_NZLEU,
+        square_NZLEU=mass_NZLE1 * np.square(norm_NZLEU) * 1.21,
+        max_NZLEU=2 * norm_NZLEU,
+        tokens_NZLE=np.full((N, Z, L, E), 50, np.int32),
+    ), g_LEUR
+
+
+def test_ridge_is_least_squares_with_a_penalty():
+    x_AX = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0], [4.0, 3.0]])
+    y_A = np.array([1.0, 2.0, 2.0, 5.0])
+    w_X, a = ridge(x_AX, y_A, penalty=0.0)
+    solution = np.linalg.lstsq(np.c_[x_AX, np.ones(4)], y_A, rcond=None)[0]
+    np.testing.assert_allclose([*w_X, a], solution, rtol=1e-10)
+
+    sd_X = x_AX.std(0)
+    rows = np.r_[np.c_[x_AX, np.ones(4)], np.c_[np.diag(np.sqrt(4 * 0.3) * sd_X), np.zeros(2)]]
+    solution = np.linalg.lstsq(rows, np.r_[y_A, 0, 0], rcond=None)[0]
+    w_X, a = ridge(x_AX, y_A, penalty=0.3)
+    np.testing.assert_allclose([*w_X, a], solution, rtol=1e-10)
+    assert abs(w_X).sum() < abs(np.linalg.lstsq(np.c_[x_AX, np.ones(4)], y_A, rcond=None)[0][:2]).sum()
+
+
+def test_ridge_does_not_know_units_or_constants():
+    x_AX = np.random.default_rng(0).standard_normal((20, 3))
+    y_A = x_AX @ [1.0, -2.0, 0.5]
+    w_X, a = ridge(x_AX, y_A)
+    scaled_X, scaled_a = ridge(x_AX * [1e3, 1.0, 1e-3], y_A)
+    np.testing.assert_allclose(scaled_X * [1e3, 1.0, 1e-3], w_X, rtol=1e-8)
+    assert scaled_a == pytest.approx(a, abs=1e-12)
+    w_X, a = ridge(np.ones((5, 2)), np.arange(5.0))
+    np.testing.assert_allclose([*w_X, a], [0, 0, 2], atol=1e-12)
+
+
+def test_the_heads_find_what_the_norms_do():
+    statistics, g_LEUR = synthetic()
+    heads, held_out = cross_fit(whole_sequences(statistics), g_LEUR)
+    np.testing.assert_allclose(heads.weight_URX.sum(-1), 2.0, atol=0.1)  # the three norms move together
+    assert (heads.confidence_UR > 0.95).all()
+    r2 = {name: r_squared(held_out.measured_NLEUR, array).min() for name, array in vars(held_out).items()}
+    assert r2["by_damage_NLEUR"] < r2["by_usage_NLEUR"] < r2["by_prompt_NLEUR"]
+    assert r2["by_prompt_NLEUR"] > 0.99
+
+
+def test_heads_that_learn_nothing_have_no_confidence():
+    statistics, g_LEUR = synthetic(power=0.0, noise=0.3)
+    heads, held_out = cross_fit(whole_sequences(statistics), g_LEUR)
+    assert (heads.confidence_UR < 0.02).all()
+    np.testing.assert_allclose(held_out.by_prompt_NLEUR, held_out.by_usage_NLEUR, atol=0.02)
+    shuffled, _ = synthetic(seed=1)
+    statistics, g_LEUR = synthetic()
+    foreign = dataclasses.replace(statistics, norm_NZLEU=shuffled.norm_NZLEU, square_NZLEU=shuffled.square_NZLEU)
+    foreign = dataclasses.replace(foreign, max_NZLEU=shuffled.max_NZLEU)
+    assert (cross_fit(whole_sequences(foreign), g_LEUR)[0].confidence_UR < 0.02).all()
+
+
+def test_no_sequence_is_predicted_by_what_it_taught():
+    statistics, g_LEUR = synthetic(num_sequences=10)
+    whole = whole_sequences(statistics)
+    _, held_out = cross_fit(whole, g_LEUR)
+    for fitted, held in folds(10):
+        assert not set(fitted) & set(held)
+        means = text_means(whole.take(fitted), g_LEUR)
+        np.testing.assert_array_equal(held_out.by_damage_NLEUR[held[0]], np.log(means.damage_LEUR))
+        own = residuals(whole.take(held), means)
+        np.testing.assert_allclose(held_out.measured_NLEUR[held], own.log_damage_NLEUR)
+    assert sorted(n for _, held in folds(10) for n in held) == list(range(10))
+
+
+def test_blocks_that_a_sequence_did_not_use_do_not_count():
+    statistics, g_LEUR = synthetic()
+    used = {name: array.copy() for name, array in vars(statistics).items()}
+    for array in used.values():
+        array[:5, :, 1, 2] = 0  # expert 2 of layer 1 in the first five
+    whole = whole_sequences(SequenceStatistics(**used))
+    heads, held_out = cross_fit(whole, g_LEUR)
+    assert np.isnan(held_out.measured_NLEUR[:5, 1, 2]).all()
+    assert np.isfinite(held_out.measured_NLEUR[5:]).all()
+    assert np.isfinite(heads.weight_URX).all()
+    kept = residuals(whole, text_means(whole, g_LEUR))
+    rho = kept.rho_NLEUR[:, :, :, 0, 0]
+    x_NLEX = kept.x_NLEUX[:, :, :, 0]
+    w_X, _ = ridge(x_NLEX[np.isfinite(rho)], rho[np.isfinite(rho)])
+    np.testing.assert_allclose(heads.weight_URX[0, 0], w_X)
+    report = held_out_report(held_out, heads, 6)
+    assert report[0]["examples"] == 40 * L * E - 5
+
+
+def test_rare_experts_keep_the_damage_they_had():
+    statistics, g_LEUR = synthetic(num_sequences=4)
+    tokens_NZLE = statistics.tokens_NZLE.copy()
+    tokens_NZLE[:, :, 0, 1] = 1
+    whole = whole_sequences(dataclasses.replace(statistics, tokens_NZLE=tokens_NZLE))
+    means = text_means(whole, -g_LEUR)
+    np.testing.assert_array_equal(means.damage_LEUR[0, 1], -g_LEUR[0, 1])
+    assert (np.delete(means.damage_LEUR.reshape(L * E, U, R), 1, axis=0) > 0).all()
+    np.testing.assert_allclose(means.mass_LE.sum(-1), 1)
+
+
+def test_predictions_are_clipped():
+    statistics, g_LEUR = synthetic()
+    examples = residuals(whole_sequences(statistics), text_means(whole_sequences(statistics), g_LEUR))
+    heads = fit_heads(examples)
+    far = predict(heads, 100 * examples.x_NLEUX)
+    np.testing.assert_array_equal(far.max((0, 1, 2)), heads.high_UR)
+    np.testing.assert_array_equal(far.min((0, 1, 2)), heads.low_UR)
+    assert (heads.low_UR < 0).all()
+    assert (heads.high_UR > 0).all()
+
+
+def test_spans_merge_as_their_tokens_would():
+    statistics, _ = synthetic(drift=0.5)
+    merged = merge_spans(statistics, 1, 3)
+    np.testing.assert_allclose(merged.damage_NZLEUR[:, 0], statistics.damage_NZLEUR[:, 1:3].mean(1))
+    np.testing.assert_array_equal(merged.max_NZLEU[:, 0], statistics.max_NZLEU[:, 1:3].max(1))
+    assert (merged.tokens_NZLE == 100).all()
+
+
+def test_buckets_follow_the_usage():
+    policy = usage_buckets()
+    relative = np.exp(np.random.default_rng(0).uniform(np.log(1 / 16), np.log(16), 1000))
+    multiplier = np.array(policy.multipliers)[np.searchsorted(policy.edges, relative, side="right")]
+    assert np.abs(np.log2(multiplier / relative)).max() <= 1 / 8 + 1e-9
+    assert policy.multipliers[len(policy.multipliers) // 2] == 1
+
+
+def test_what_lasts_is_used_and_what_does_not_is_not():
+    """Sequences that keep their experts want a small prior, sequences that drift a large one."""
+    g_LEUR = synthetic()[1]
+    lasting, _ = synthetic(power=0.5, noise=0.05)
+    policy, after = first_policy(lasting, SPAN, g_LEUR, cross_fit(whole_sequences(lasting), g_LEUR)[0])
+    assert policy.prior_tokens == 32
+    assert policy.alpha >= 1
+    assert after["g"]["error"] > 2 * after["usage"]["error"]
+    assert after["usage"]["error"] > 1.5 * after["prompt"]["error"]
+    assert after["tokens_before"] == 2 * SPAN
+
+    statistics, _ = synthetic(power=0.5, noise=0.05, seed=2)
+    rng = np.random.default_rng(3)
+    fleeting = {name: array.copy() for name, array in vars(statistics).items()}
+    order_N = rng.permutation(len(statistics))
+    for array in fleeting.values():
+        array[:, 2:] = array[order_N, 2:]  # the second half is another sequence's
+    fleeting = SequenceStatistics(**fleeting)
+    policy, after = first_policy(fleeting, SPAN, g_LEUR, cross_fit(whole_sequences(fleeting), g_LEUR)[0])
+    assert policy.prior_tokens == 1024
+    assert after["usage"]["error"] > 0.95 * after["g"]["error"]
+
+
+def test_the_score_is_the_planners(monkeypatch):
+    statistics, g_LEUR = synthetic(num_sequences=6)
+    halves = Halves(statistics, SPAN, g_LEUR, cross_fit(whole_sequences(statistics), g_LEUR)[0])
+    before = halves.score(usage_buckets())
+    assert before != halves.score(NEUTRAL_POLICY)
+    monkeypatch.setattr(
+        "pagedweight_jax.calibrate.residual_policy.score_damage",
+        lambda observation, calibration, *_: np.ones((L, E, U, R)),
+    )
+    assert halves.score(usage_buckets())["error"] > before["error"]
+
+
+def test_one_span_has_no_after():
+    statistics, g_LEUR = synthetic(num_spans=1)
+    heads, _ = cross_fit(statistics, g_LEUR)
+    assert first_policy(statistics, SPAN, g_LEUR, heads) == (usage_buckets(), {})
+
+
+def test_too_little_is_said():
+    statistics, g_LEUR = synthetic(num_sequences=1)
+    with pytest.raises(UserError, match="need 2 samples at least"):
+        cross_fit(whole_sequences(statistics), g_LEUR)
+    empty = SequenceStatistics(**{name: np.zeros_like(array) for name, array in vars(synthetic()[0]).items()})
+    with np.errstate(invalid="ignore"), pytest.raises(UserError, match="uses too few experts"):
+        cross_fit(whole_sequences(empty), g_LEUR)
+
+
+def test_rank_correlation():
+    one = np.array([1.0, 5.0, 3.0, 2.0])
+    assert rank_correlation(one, np.exp(one)) == pytest.approx(1)
+    assert rank_correlation(one, -one) == pytest.approx(-1)
+    assert rank_correlation(one, np.array([1.0, 2.0, 3.0, 4.0])) == pytest.approx(0.2)
+    assert np.isnan(rank_correlation(one[:1], one[:1]))
+
+
+def test_the_figure_is_drawn(tmp_path):
+    statistics, g_LEUR = synthetic(num_sequences=6)
+    _, held_out = cross_fit(whole_sequences(statistics), g_LEUR)
+    draw_held_out(tmp_path / "fit.png", held_out, "Six sequences")
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_folds_do_not_depend_on_anything_else():
+    assert residual.FOLDS == 5
+    first, second = list(folds(7)), list(folds(7))
+    for (fitted, held), (other_fitted, other_held) in zip(first, second, strict=True):
+        np.testing.assert_array_equal(fitted, other_fitted)
+        np.testing.assert_array_equal(held, other_held)
+    assert len(list(folds(3))) == 3
