@@ -2,6 +2,7 @@
 """A paged checkpoint of random pages, in memory: full-size shapes without a model."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -45,6 +46,7 @@ class RandomCheckpoint:
 
     manifest: PagedManifest
     seed: int = 0
+    path: Path = Path("random.paged")  # where nothing is, hence no policy
 
     @classmethod
     def make(cls, config: ModelConfig, min_bits: int, max_bits: int, seed: int = 0) -> "RandomCheckpoint":

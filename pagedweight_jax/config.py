@@ -112,12 +112,13 @@ class ServeConfig:
       max_model_len: longest context of a request, in tokens.
       prefill_chunk_tokens: tokens of a prefill call; chunk borders lie at its multiples.
       steps_per_call: decode steps between two boundaries.
-      mode: ``dynamic`` (the planner decides), ``frozen`` (bits fixed at the start).
+      mode: ``dynamic`` (the planner decides), ``frozen`` (bits fixed at the start), ``replay`` (a dynamic run's record
+        decides, see ``serving.replay``).
       dtype: activations and dense weights on the device; None means bfloat16 on a GPU and float32 elsewhere.
       kv_dtype: dtype of the KV cache.
       bits: in ``frozen`` mode, one uniform bitwidth, or None for the bits that the budget gives.
-      kv_tokens: context, over all rows, that the initial bits leave room for; None means the high watermark in
-        ``dynamic`` mode, and every row at ``max_model_len`` in ``frozen`` mode.
+      kv_tokens: context, over all rows, that the initial bits leave room for; None means every row at
+        ``max_model_len`` in ``frozen`` mode, and the high watermark in the others.
     """
 
     memory_bytes: int
@@ -125,7 +126,7 @@ class ServeConfig:
     max_model_len: int = 2048
     prefill_chunk_tokens: int = 128
     steps_per_call: int = 8
-    mode: Literal["dynamic", "frozen"] = "dynamic"
+    mode: Literal["dynamic", "frozen", "replay"] = "dynamic"
     dtype: str | None = None
     kv_dtype: str = "bfloat16"
     bits: int | None = None
@@ -142,7 +143,7 @@ class ServeConfig:
                 raise UserError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
         if self.kv_tokens is not None and self.kv_tokens < 0:
             raise UserError(f"kv_tokens must not be negative, got {self.kv_tokens}")
-        if self.mode not in ("dynamic", "frozen"):
-            raise UserError(f"mode must be dynamic or frozen, got {self.mode!r}")
+        if self.mode not in ("dynamic", "frozen", "replay"):
+            raise UserError(f"mode must be dynamic, frozen or replay, got {self.mode!r}")
         if self.bits is not None and self.mode != "frozen":
-            raise UserError(f"bits={self.bits} needs mode='frozen': the dynamic mode chooses its bits itself")
+            raise UserError(f"bits={self.bits} needs mode='frozen': the planner chooses its bits itself")

@@ -12,7 +12,8 @@ One ``step`` is one safe boundary and the calls that follow it::
 """
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -23,43 +24,34 @@ from pagedweight_jax.errors import UserError
 from pagedweight_jax.paging.arena import FREE, KV, RETIRED, WEIGHT
 from pagedweight_jax.paging.invariants import check_invariants
 from pagedweight_jax.paging.mover import PageMover
+from pagedweight_jax.planning.calibration import Calibration
 from pagedweight_jax.planning.observation import KVPressure, Observation
-from pagedweight_jax.planning.planner import plan_reload, plan_step, target_bytes_from_kv_pressure
+from pagedweight_jax.planning.planner import plan_reload, plan_step, releasable_bytes
+from pagedweight_jax.planning.pressure import target_bytes_from_kv_pressure
 from pagedweight_jax.planning.queue import MovePlan, PlanQueue
-from pagedweight_jax.serving.events import BoundaryEvent
+from pagedweight_jax.serving.calls import Call, collect, dispatch
+from pagedweight_jax.serving.events import BoundaryEvent, MemoryUse, Moves
 from pagedweight_jax.serving.kv_blocks import KVBlocks
 from pagedweight_jax.serving.ledger import tree_bytes
-from pagedweight_jax.serving.loading import BATCH_PAGES, load
+from pagedweight_jax.serving.loading import BATCH_PAGES, floor_bits, load
 from pagedweight_jax.serving.request import Request, SamplingParams, token_ids
 from pagedweight_jax.serving.residency import Residency
-from pagedweight_jax.serving.scheduler import Chunk, Schedule, Scheduler, padded
+from pagedweight_jax.serving.scheduler import Schedule, Scheduler
 from pagedweight_jax.serving.state import MAX_STOP_IDS
 
-
-@dataclass(frozen=True, kw_only=True)
-class _InFlight:
-    """Results that the host has not read yet.
-
-    Attributes:
-      first_tokens: the token after each finished prompt.
-      scores: (request, its preemptions when the chunk ran, log-probabilities, how many count).
-      tokens_NB: a decode call's tokens; ``rows``: the requests that they belong to.
-    """
-
-    first_tokens: tuple[tuple[Request, jax.Array], ...] = ()
-    scores: tuple[tuple[Request, int, jax.Array, int], ...] = ()
-    tokens_NB: jax.Array | None = None
-    rows: tuple[tuple[int, Request], ...] = ()
+KEPT_EVENTS = 10_000
+"""The newest boundaries that an engine remembers, some 30 MB; ``on_event`` sees all."""
 
 
 class Engine:
     """Serves requests from one checkpoint within one memory budget.
 
-    Args and errors: see ``loading.load``.
+    Args: see ``loading.load``, which also says what is refused.
+      on_event: called with every boundary's record.
 
     Attributes:
       ledger: what the device holds.
-      events: one record per boundary, oldest first.
+      events: the records of the last ``KEPT_EVENTS`` boundaries, oldest first.
     """
 
     def __init__(
@@ -68,13 +60,16 @@ class Engine:
         config: ServeConfig,
         device: jax.Device | None = None,
         progress: Progress = no_progress,
+        calibration: Calibration | None = None,
+        on_event: Callable[[BoundaryEvent], None] = lambda event: None,
     ):
         device = device or jax.devices()[0]
-        loaded = load(checkpoint, config, device, progress)
+        loaded = load(checkpoint, config, device, progress, calibration)
         self.config = config
         self.model = checkpoint.manifest.config
         self.ledger = loaded.ledger
         self.events: list[BoundaryEvent] = []
+        self.on_event = on_event
         self.weights = loaded.weights
         self.state = loaded.state
         self.programs = loaded.programs
@@ -95,9 +90,12 @@ class Engine:
         )
         self.residency = Residency(loaded.table, loaded.allocator, mover, loaded.programs, loaded.update_frames)
         self._queue = PlanQueue.start(loaded.table.committed_LEU)
-        self._in_flight = _InFlight()
+        self._in_flight: tuple[Call, ...] = ()
         self._boundary = 0
         self._next_number = 0
+        self._arrived: list[int] = []
+        self._cancelled: list[int] = []
+        self._lowered_to: int | None = None
         self._start_seconds = time.perf_counter()
 
     def close(self) -> None:
@@ -133,6 +131,7 @@ class Engine:
                 f"the arena holds {most} beside the weights"
             )
         self._next_number += 1
+        self._arrived.append(request.number)
         self.scheduler.add(request)
         return request
 
@@ -141,57 +140,33 @@ class Engine:
         if request.finish_reason:
             return
         request.cancelled = True
+        self._cancelled.append(request.number)
         if request.row is not None:
             self._assign_row(request.row, SamplingParams(), ())
         self.scheduler.finish(request)
 
-    def step(self) -> list[Request]:
-        """Runs one boundary and its calls; returns the requests whose last token the host saw."""
-        residency = self.residency
-        residency.retire()
-        self.state, raised, landed, cancelled, moved_bytes = residency.land(self.state)
-        schedule = self.scheduler.schedule(may_wait=self._dynamic and residency.can_release)
+    def step(self, record: BoundaryEvent | None = None) -> list[Request]:
+        """Runs one boundary and its calls; returns the requests whose last token the host saw.
+
+        Args:
+          record: in ``replay`` mode, the boundary that is done again.
+
+        Raises:
+          UserError: the record asks for what cannot be done here.
+        """
+        if (record is not None) != (self.config.mode == "replay"):
+            raise RuntimeError(f"a step takes a record in replay mode and only there, the mode is {self.config.mode}")
+        self.residency.retire()
+        moves = self._land(record)
+        schedule = self._schedule(record)
         observation = self._observe()
-        lowered, offloaded, started = self._plan(observation)
+        moves += self._plan(observation, record)
         in_flight = self._dispatch(schedule)
-        finished, num_tokens = self._collect(self._in_flight)
+        finished, num_tokens = collect(self._in_flight, self.calibration.policy.half_life_tokens)
         self._in_flight = in_flight
-        frame_bytes = self.state.geometry.frame_bytes
-        committed_LEU = residency.table.committed_LEU
-        self.events.append(
-            BoundaryEvent(
-                boundary=self._boundary,
-                time_seconds=time.perf_counter() - self._start_seconds,
-                rows=len(self.scheduler.running),
-                waiting=len(self.scheduler.waiting),
-                chunks=len(schedule.chunks),
-                decode_steps=self.config.steps_per_call if schedule.decode else 0,
-                admitted=tuple(r.number for r in schedule.admitted),
-                preempted=tuple(r.number for _, r in schedule.preempted),
-                finished=tuple(r.number for r in finished),
-                tokens=num_tokens,
-                context_tokens=sum(r.num_tokens for r in self.scheduler.running.values()),
-                kv_bytes=self.allocator.count(KV) * frame_bytes,
-                weight_bytes=self.allocator.count(WEIGHT) * frame_bytes,
-                releasing_bytes=self.allocator.count(RETIRED) * frame_bytes,
-                free_bytes=self.allocator.count(FREE) * frame_bytes,
-                device_bytes=self._held_bytes(),
-                budget_bytes=self.ledger.budget_bytes,
-                free_blocks=observation.kv.free_blocks,
-                pending_blocks=observation.kv.pending_blocks,
-                target_bytes=target_bytes_from_kv_pressure(observation.kv, self.config.planner),
-                mean_bits=residency.mean_bits,
-                blocks_by_bits={int(b): int(n) for b, n in zip(*np.unique(committed_LEU, return_counts=True))},
-                lowered=lowered,
-                raised=raised,
-                reloads_started=started,
-                pages_landed=landed,
-                pages_cancelled=cancelled,
-                pages_offloaded=offloaded,
-                moved_bytes=moved_bytes,
-            )
-        )
-        self._boundary += 1
+        for request in finished:
+            self.scheduler.finish(request)
+        self._remember(schedule, observation, moves, finished, num_tokens)
         return finished
 
     def freeze(self) -> None:
@@ -214,59 +189,92 @@ class Engine:
         table = self.residency.table
         if not table.min_bits <= bits <= table.max_bits:
             raise UserError(f"bits {bits}: the checkpoint has {table.min_bits}..{table.max_bits}")
+        self._lowered_to = min(bits, self._lowered_to or bits)
         self._lower(np.minimum(table.desired_LEU, bits))
 
     def _lower(self, desired_LEU: np.ndarray) -> None:
         table = self.residency.table
         plan = MovePlan.between(table.desired_LEU, desired_LEU, table.bytes_UQ, table.min_bits)
         self.residency.retire()
-        self.state, _, _ = self.residency.lower(self.state, plan)
+        self.state, _ = self.residency.lower(self.state, plan)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless every frame of the arena is accounted for."""
         check_invariants(self.residency.table, self.allocator, self.blocks.frames())
 
     @property
-    def _dynamic(self) -> bool:
+    def _plans(self) -> bool:
         return self.config.mode == "dynamic" and self.config.planner.page_movement
+
+    @property
+    def _observes(self) -> bool:
+        planner = self.config.planner
+        return self._plans and (planner.routing_statistics or planner.prompt_residual)
 
     def _held_bytes(self) -> int:
         """Device bytes at this moment, counted from the arrays themselves."""
-        arrays_bytes = tree_bytes(self.weights) + tree_bytes(self.state)
+        results = [call.arrays for call in self._in_flight]
+        arrays_bytes = tree_bytes(self.weights) + tree_bytes(self.state) + tree_bytes(results)
         return arrays_bytes + self.residency.mover.staged_bytes + self.ledger.temporary_bytes
 
     def _most_blocks(self) -> int:
-        """KV blocks that fit beside the weights: at their floor if they may move, else as they are."""
-        table = self.residency.table
-        bits_LEU = np.full_like(table.committed_LEU, table.min_bits) if self._dynamic else table.committed_LEU
-        starts_UB = np.array([layout.page_starts for layout in table.layouts])
-        weight_frames = sum(int(starts_UB[u, bits_LEU[..., u]].sum()) for u in range(len(table.layouts)))
-        return (self.allocator.num_frames - weight_frames) // self.state.geometry.frames_per_block
+        """KV blocks that fit beside the weights: at the bits that they are sure to give way to, else as they are."""
+        bits_LEU = self.residency.table.committed_LEU
+        if self.config.mode != "frozen" and self.config.planner.page_movement:
+            bits_LEU = np.full_like(bits_LEU, floor_bits(self.calibration, self.config))
+        free_frames = self.allocator.num_frames - self.residency.frames_at(bits_LEU)
+        return free_frames // self.state.geometry.frames_per_block
+
+    def _land(self, record: BoundaryEvent | None) -> Moves:
+        started = Moves() if record is None else self.residency.reload(self.residency.plan_of(record.raised))
+        self.state, moves = self.residency.land(self.state, wait=record is not None)
+        return started + moves
+
+    def _schedule(self, record: BoundaryEvent | None) -> Schedule:
+        if record is not None:
+            return self.scheduler.schedule_as(
+                num_admitted=len(record.admitted),
+                num_preempted=len(record.preempted),
+                calls=bool(record.chunks or record.decode_steps),
+            )
+        return self.scheduler.schedule(may_wait=self._plans and self._frames_will_come())
+
+    def _frames_will_come(self) -> bool:
+        table, planner = self.residency.table, self.config.planner
+        on_their_way = self.residency.releasing_frames > 0
+        return on_their_way or releasable_bytes(table, self.calibration, self._queue, planner) > 0
 
     def _observe(self) -> Observation:
         geometry = self.state.geometry
-        released_frames = self.allocator.count(RETIRED) + self.residency.unwanted_frames
         kv = KVPressure(
             free_blocks=self.blocks.free_blocks,
             pending_blocks=self.scheduler.pending_blocks(),
-            releasing_blocks=released_frames // geometry.frames_per_block,
+            releasing_blocks=self.residency.releasing_frames // geometry.frames_per_block,
             block_bytes=geometry.block_bytes,
         )
-        return Observation(boundary=self._boundary, kv=kv)
+        seen = [(row, r.signals) for row, r in self.scheduler.running.items() if r.signals is not None]
+        return Observation(
+            boundary=self._boundary,
+            kv=kv,
+            requests=tuple(signals for _, signals in seen),
+            kv_blocks=tuple(int(self.blocks.num_blocks_B[row]) for row, _ in seen),
+        )
 
-    def _plan(self, observation: Observation):
-        """Returns (lowered blocks, pages given up, reloads started)."""
-        if not self._dynamic:
-            return (), 0, 0
+    def _plan(self, observation: Observation, record: BoundaryEvent | None) -> Moves:
+        plan = None
         planner, table = self.config.planner, self.residency.table
-        self._queue, plan = plan_step(table, observation, self.calibration, self._queue, planner)
+        if record is not None:
+            plan = self.residency.plan_of(record.lowered)
+        elif self._plans:
+            self._queue, plan = plan_step(table, observation, self.calibration, self._queue, planner)
         if plan is not None:
-            self.state, lowered, offloaded = self.residency.lower(self.state, plan)
-            return lowered, offloaded, 0
-        plan = plan_reload(table, observation, self.calibration, self._queue, planner)
-        return (), 0, self.residency.reload(plan)
+            self.state, moves = self.residency.lower(self.state, plan)
+            return moves
+        if self._plans:
+            return self.residency.reload(plan_reload(table, observation, self.calibration, self._queue, planner))
+        return Moves()
 
-    def _dispatch(self, schedule: Schedule) -> _InFlight:
+    def _dispatch(self, schedule: Schedule) -> tuple[Call, ...]:
         for row, _ in schedule.preempted:
             self._assign_row(row, SamplingParams(), ())
         for request in schedule.admitted:
@@ -276,19 +284,16 @@ class Engine:
             table_BGLF = jax.device_put(self.blocks.table_BGLF.copy(), self.state.arena_AW.sharding)
             self.state = self.state.replace(block_tables_BGLF=table_BGLF)
             self.blocks.changed = False
-        first_tokens, scores = [], []
-        for chunk in schedule.chunks:
-            if chunk.request.params is None:
-                scores.append(self._score(chunk))
-            else:
-                token = self._prefill(chunk)
-                if chunk.last:
-                    first_tokens.append((chunk.request, token))
-        tokens_NB, rows = None, ()
-        if schedule.decode:
-            rows = tuple((row, r) for row, r in self.scheduler.running.items() if r.decoding)
-            self.state, tokens_NB, _ = self.programs.decode(self.weights, self.state)
-        return _InFlight(first_tokens=tuple(first_tokens), scores=tuple(scores), tokens_NB=tokens_NB, rows=rows)
+        self.state, calls = dispatch(
+            self.programs,
+            self.weights,
+            self.state,
+            schedule,
+            self.scheduler.running,
+            chunk_tokens=self.config.prefill_chunk_tokens,
+            keep_sums=self._observes,
+        )
+        return calls
 
     def _assign_row(self, row: int, params: SamplingParams, stops: tuple[int, ...]) -> None:
         stop_ids_S = np.full(MAX_STOP_IDS, -1, np.int32)
@@ -297,50 +302,44 @@ class Engine:
             self.state, np.int32(row), np.float32(params.temperature), np.uint32(params.seed), stop_ids_S
         )
 
-    def _prefill(self, chunk: Chunk) -> jax.Array:
-        self.state, token, _ = self.programs.prefill(
-            self.weights,
-            self.state,
-            np.int32(chunk.request.row),
-            padded(chunk.tokens, self.config.prefill_chunk_tokens),
-            np.int32(len(chunk.tokens)),
-            np.int32(chunk.request.remaining_tokens if chunk.last else 0),
+    def _remember(
+        self, schedule: Schedule, observation: Observation, moves: Moves, finished: list[Request], num_tokens: int
+    ) -> None:
+        """Makes the boundary's record, and begins the next one."""
+        frame_bytes = self.state.geometry.frame_bytes
+        memory = MemoryUse(
+            kv_bytes=self.allocator.count(KV) * frame_bytes,
+            weight_bytes=self.allocator.count(WEIGHT) * frame_bytes,
+            releasing_bytes=self.allocator.count(RETIRED) * frame_bytes,
+            free_bytes=self.allocator.count(FREE) * frame_bytes,
+            device_bytes=self._held_bytes(),
+            budget_bytes=self.ledger.budget_bytes,
         )
-        return token
-
-    def _score(self, chunk: Chunk) -> tuple[Request, int, jax.Array, int]:
-        request, num_tokens = chunk.request, len(chunk.tokens)
-        targets = request.prompt[chunk.start + 1 : chunk.start + 1 + num_tokens]
-        self.state, logprobs_T, _ = self.programs.score(
-            self.weights,
-            self.state,
-            np.int32(request.row),
-            padded(chunk.tokens, self.config.prefill_chunk_tokens),
-            padded(targets, self.config.prefill_chunk_tokens),
-            np.int32(num_tokens),
+        event = BoundaryEvent(
+            boundary=self._boundary,
+            time_seconds=time.perf_counter() - self._start_seconds,
+            arrived=tuple(self._arrived),
+            cancelled=tuple(self._cancelled),
+            lower_to=self._lowered_to,
+            rows=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            chunks=len(schedule.chunks),
+            decode_steps=self.config.steps_per_call if schedule.decode else 0,
+            admitted=tuple(r.number for r in schedule.admitted),
+            preempted=tuple(r.number for _, r in schedule.preempted),
+            finished=tuple(r.number for r in finished),
+            tokens=num_tokens,
+            context_tokens=sum(r.num_tokens for r in self.scheduler.running.values()),
+            free_blocks=observation.kv.free_blocks,
+            pending_blocks=observation.kv.pending_blocks,
+            target_bytes=target_bytes_from_kv_pressure(observation.kv, self.config.planner),
+            mean_bits=self.residency.mean_bits,
+            blocks_by_bits=self.residency.blocks_by_bits,
+            **vars(moves),
+            **vars(memory),
         )
-        return request, request.num_preemptions, logprobs_T, len(targets)
-
-    def _collect(self, in_flight: _InFlight) -> tuple[list[Request], int]:
-        """Reads a step's results, waiting for that step alone; returns (requests that ended, tokens generated)."""
-        arrived: list[tuple[Request, list[int]]] = [(r, [int(token)]) for r, token in in_flight.first_tokens]
-        if in_flight.tokens_NB is not None:
-            tokens_NB = np.asarray(in_flight.tokens_NB)
-            arrived += [(r, [int(t) for t in tokens_NB[:, row] if t >= 0]) for row, r in in_flight.rows]
-        num_tokens = 0
-        ended: dict[int, Request] = {}
-        for request, tokens in arrived:
-            if request.finish_reason:  # it ended in the step before; its row was silent in this one
-                continue
-            request.generated += tokens
-            num_tokens += len(tokens)
-            if request.finish_reason:
-                ended[request.number] = request
-        for request, num_preemptions, logprobs_T, count in in_flight.scores:
-            if request.num_preemptions == num_preemptions and not request.finish_reason:
-                request.logprobs += np.asarray(logprobs_T)[:count].tolist()
-                if request.finish_reason:
-                    ended[request.number] = request
-        for request in ended.values():
-            self.scheduler.finish(request)
-        return list(ended.values()), num_tokens
+        self._boundary += 1
+        self._arrived, self._cancelled, self._lowered_to = [], [], None
+        self.events.append(event)
+        del self.events[:-KEPT_EVENTS]
+        self.on_event(event)

@@ -8,33 +8,75 @@ from pathlib import Path
 
 from pagedweight_jax.errors import UserError
 
+Changes = tuple[tuple[int, int, int, int, int], ...]
+"""(layer, expert, kind, from bits, to bits) of blocks whose committed bits changed."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class BoundaryEvent:
+class Moves:
+    """What moved at a boundary. Two add up.
+
+    Attributes:
+      lowered, raised: blocks committed at other bits.
+      reloads_started, pages_landed, pages_cancelled, pages_offloaded: pages.
+      moved_bytes: bytes of pages that landed.
+    """
+
+    lowered: Changes = ()
+    raised: Changes = ()
+    reloads_started: int = 0
+    pages_landed: int = 0
+    pages_cancelled: int = 0
+    pages_offloaded: int = 0
+    moved_bytes: int = 0
+
+    def __add__(self, other: "Moves") -> "Moves":
+        return Moves(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Who holds the memory once a boundary's calls are started.
+
+    Attributes:
+      kv_bytes, weight_bytes, releasing_bytes, free_bytes: the arena's share of each.
+      device_bytes: what the engine's arrays, pages in transfer and programs' temporaries take; never above
+        ``budget_bytes``.
+    """
+
+    kv_bytes: int
+    weight_bytes: int
+    releasing_bytes: int
+    free_bytes: int
+    device_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryEvent(Moves, MemoryUse):
     """What one boundary saw and decided.
 
     Attributes:
       boundary: its number.
       time_seconds: since the engine was built.
+      arrived, cancelled: request numbers since the boundary before; ``lower_to``: bits to which all blocks were lowered
+        by hand meanwhile, None if they were not.
       rows: decode rows in use; ``waiting``: requests without one.
       chunks: prefill calls; ``decode_steps``: steps of the decode call, 0 if it was left out.
-      admitted, preempted: request numbers. ``finished``: those whose last token the host saw.
+      admitted, preempted: request numbers, in order. ``finished``: those whose last token the host saw.
       tokens: generated tokens that the host saw.
       context_tokens: tokens of all running requests that the host knows.
-      kv_bytes, weight_bytes, releasing_bytes, free_bytes: the arena's share of each.
-      device_bytes: what the engine's arrays, pages in transfer and programs' temporaries take at this boundary; never
-        above ``budget_bytes``.
       free_blocks, pending_blocks: as the planner saw them.
       target_bytes: D of eq. 7.
       mean_bits: committed bits, mean over blocks weighted by their number of weights.
       blocks_by_bits: linear-blocks committed at each bitwidth.
-      lowered, raised: (layer, expert, kind, from bits, to bits) committed at this boundary.
-      reloads_started, pages_landed, pages_cancelled, pages_offloaded: pages.
-      moved_bytes: bytes of pages that landed.
     """
 
     boundary: int
     time_seconds: float
+    arrived: tuple[int, ...] = ()
+    cancelled: tuple[int, ...] = ()
+    lower_to: int | None = None
     rows: int
     waiting: int
     chunks: int
@@ -44,24 +86,11 @@ class BoundaryEvent:
     finished: tuple[int, ...]
     tokens: int
     context_tokens: int
-    kv_bytes: int
-    weight_bytes: int
-    releasing_bytes: int
-    free_bytes: int
-    device_bytes: int
-    budget_bytes: int
     free_blocks: int
     pending_blocks: int
     target_bytes: int
     mean_bits: float
     blocks_by_bits: dict[int, int]
-    lowered: tuple[tuple[int, int, int, int, int], ...]
-    raised: tuple[tuple[int, int, int, int, int], ...]
-    reloads_started: int
-    pages_landed: int
-    pages_cancelled: int
-    pages_offloaded: int
-    moved_bytes: int
 
 
 def read_events(path: Path) -> list[BoundaryEvent]:
@@ -74,8 +103,8 @@ def read_events(path: Path) -> list[BoundaryEvent]:
     def event(line: str) -> BoundaryEvent:
         fields = json.loads(line)
         fields["blocks_by_bits"] = {int(bits): count for bits, count in fields["blocks_by_bits"].items()}
-        for name in ("admitted", "preempted", "finished"):
-            fields[name] = tuple(fields[name])
+        for name in ("arrived", "cancelled", "admitted", "preempted", "finished"):
+            fields[name] = tuple(fields.get(name, ()))
         for name in ("lowered", "raised"):
             fields[name] = tuple(tuple(change) for change in fields[name])
         return BoundaryEvent(**fields)

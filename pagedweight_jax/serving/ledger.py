@@ -67,6 +67,7 @@ def plan_ledger(
     temporary_bytes: int,
     result_bytes: int,
     staging_bytes: int,
+    floor_bits: int,
     floor_bytes: int,
     geometry: Geometry,
 ) -> Ledger:
@@ -74,7 +75,7 @@ def plan_ledger(
 
     Args:
       budget_bytes .. staging_bytes: see ``Ledger``.
-      floor_bytes: the routed experts' pages at their lowest bitwidths.
+      floor_bits, floor_bytes: the bitwidth to which the routed experts can give way, and their pages' bytes at it.
       geometry: the engine's shapes; the arena must also hold the KV cache of one request of ``max_model_len`` tokens.
 
     Raises:
@@ -88,7 +89,7 @@ def plan_ledger(
         kv_tokens = max(0, (left_bytes - floor_bytes) // block_bytes) * block_tokens
         raise UserError(
             f"a budget of {format_size(budget_bytes)} is too small: {format_size(fixed_bytes)} for dense weights, "
-            f"tables and temporaries, {format_size(floor_bytes)} for the experts at their lowest bitwidth and "
+            f"tables and temporaries, {format_size(floor_bytes)} for the experts at {floor_bits} bits, the least, and "
             f"{format_size(one_request_bytes)} for one request of {geometry.max_model_len} tokens make "
             f"{format_size(fixed_bytes + floor_bytes + one_request_bytes)}; the longest context that fits is "
             f"{kv_tokens} tokens"

@@ -12,6 +12,7 @@ import numpy as np
 from pagedweight_jax.checkpoint.dense import abstract_dense
 from pagedweight_jax.checkpoint.manifest import PagedManifest
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
+from pagedweight_jax.checkpoint.policy import load_calibration
 from pagedweight_jax.config import KINDS, ModelConfig, ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import Weights
@@ -20,7 +21,7 @@ from pagedweight_jax.paging.host_pool import HostPool, fill_host_pool
 from pagedweight_jax.paging.page_map import PageMap, page_map
 from pagedweight_jax.paging.table import PageTable, bytes_table, initial_table
 from pagedweight_jax.planning.calibration import Calibration
-from pagedweight_jax.planning.planner import initial_bits
+from pagedweight_jax.planning.planner import initial_bits, lowest_bits
 from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
@@ -69,11 +70,19 @@ def load(
     config: ServeConfig,
     device: jax.Device | None = None,
     progress: Progress = no_progress,
+    calibration: Calibration | None = None,
 ) -> Loaded:
     """Returns the checkpoint's model on ``device``, laid out within ``config.memory_bytes``.
 
     Nothing is allocated before it is known to fit; the programs are compiled for abstract arrays first, and their
-    temporaries are part of what must fit. ``progress`` sees the stages "compile" and "load".
+    temporaries are part of what must fit.
+
+    Args:
+      checkpoint: what to serve.
+      config: how.
+      device: JAX's first one if None.
+      progress: sees the stages "compile" and "load".
+      calibration: what the planner works from; None for the checkpoint's own.
 
     Raises:
       UserError: the budget is too small, an option does not suit the model, or the checkpoint is damaged.
@@ -84,13 +93,8 @@ def load(
     layouts = checkpoint.manifest.layouts()
     shapes = _shapes(checkpoint.manifest, config, device)
     geometry = shapes.geometry
-    ledger, programs = _fit(shapes, config, progress)
-
-    calibration = Calibration(
-        sensitivity_LEUQ=checkpoint.sensitivity,
-        min_bits=checkpoint.manifest.min_bits,
-        max_bits=checkpoint.manifest.max_bits,
-    )
+    calibration = calibration or load_calibration(checkpoint)
+    ledger, programs = _fit(shapes, config, floor_bits(calibration, config), progress)
     bits_LEU = _start_bits(calibration, bytes_table(layouts), geometry, ledger, config)
     weights = jax.device_put(checkpoint.load_dense(shapes.dtype), device)
     num_frames = ledger.arena_bytes // geometry.frame_bytes
@@ -110,6 +114,16 @@ def load(
         ledger=ledger,
         update_frames=shapes.update_frames,
     )
+
+
+def floor_bits(calibration: Calibration, config: ServeConfig) -> int:
+    """Returns the bitwidth to which the experts are sure to give way, whatever the traffic.
+
+    A server whose pages do not move may begin at any; for it that is the checkpoint's smallest.
+    """
+    if config.mode == "frozen" or not config.planner.page_movement:
+        return calibration.min_bits
+    return min(lowest_bits(calibration, config.planner), calibration.max_bits)
 
 
 def budget_bytes(
@@ -216,7 +230,7 @@ def _abstract_state(model: ModelConfig, geometry: Geometry, num_frames: int) -> 
     return jax.eval_shape(make)
 
 
-def _fit(shapes: _Shapes, config: ServeConfig, progress: Progress) -> tuple[Ledger, Programs]:
+def _fit(shapes: _Shapes, config: ServeConfig, floor: int, progress: Progress) -> tuple[Ledger, Programs]:
     """Compiles for the arena that an estimate of the temporaries leaves; again if it was too low or wastes memory.
 
     A budget is refused for what the programs really take, never for the estimate.
@@ -227,7 +241,8 @@ def _fit(shapes: _Shapes, config: ServeConfig, progress: Progress) -> tuple[Ledg
         return plan_ledger(
             budget_bytes=config.memory_bytes,
             **shapes.fixed_entries(temporary_bytes),
-            floor_bytes=shapes.experts_bytes(geometry.gate_up.min_bits),
+            floor_bits=floor,
+            floor_bytes=shapes.experts_bytes(floor),
             geometry=geometry,
         )
 
@@ -277,12 +292,12 @@ def _start_bits(
     kv_blocks = config.max_num_seqs * geometry.blocks_per_row
     if config.kv_tokens is not None:
         kv_blocks = -(-config.kv_tokens // geometry.kv.block_tokens)
-    elif config.mode == "dynamic":
+    elif config.mode != "frozen":
         kv_blocks = min(kv_blocks, config.planner.high_watermark_blocks + 1)
     weight_bytes = ledger.arena_bytes - kv_blocks * geometry.block_bytes
-    if config.kv_tokens is None and config.mode == "dynamic":
-        floor_bytes = calibration.sensitivity_LEUQ[:, :, 0, 0].size * int(bytes_UQ[:, 0].sum())
-        weight_bytes = max(weight_bytes, floor_bytes)
+    if config.kv_tokens is None and config.mode != "frozen":
+        floor_block_bytes = int(bytes_UQ[:, floor_bits(calibration, config) - calibration.min_bits].sum())
+        weight_bytes = max(weight_bytes, calibration.sensitivity_LEUQ[:, :, 0, 0].size * floor_block_bytes)
     if config.bits is None:
         return initial_bits(calibration, bytes_UQ, weight_bytes, config.planner.global_sensitivity)
     bits_LEU = np.full(calibration.sensitivity_LEUQ.shape[:3], config.bits)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.planning.signals import RequestSignals
 from pagedweight_jax.serving.state import MAX_STOP_IDS
 
 
@@ -104,6 +105,7 @@ class Request:
       decoding: True once its last chunk was given to the device.
       generated: tokens seen by the host.
       logprobs: of a scoring request, one of each prompt token but the first.
+      signals: what its tokens showed of the experts, as far as the host has seen; None before the first.
       num_preemptions: times it lost its row and began again.
       cancelled: True once nobody wants it any more.
     """
@@ -117,6 +119,7 @@ class Request:
     decoding: bool = False
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    signals: RequestSignals | None = None
     num_preemptions: int = 0
     cancelled: bool = False
 
@@ -147,3 +150,11 @@ class Request:
             return "stop"
         done = self.remaining_tokens <= 0 and len(self.logprobs) == (0 if self.params else len(self.prompt) - 1)
         return "length" if done else None
+
+    def begin_again(self) -> None:
+        """Forgets all that was computed but the tokens: it lost its row."""
+        self.prefilled_tokens = 0
+        self.decoding = False
+        self.logprobs.clear()
+        self.signals = None
+        self.num_preemptions += 1

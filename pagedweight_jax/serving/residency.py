@@ -10,15 +10,15 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from pagedweight_jax.errors import UserError
 from pagedweight_jax.paging import table as pt
-from pagedweight_jax.paging.arena import WEIGHT, FrameAllocator
+from pagedweight_jax.paging.arena import RETIRED, WEIGHT, FrameAllocator
 from pagedweight_jax.paging.mover import PageMover
 from pagedweight_jax.paging.page_map import page_map_update
 from pagedweight_jax.planning.queue import MovePlan
+from pagedweight_jax.serving.events import Changes, Moves
 from pagedweight_jax.serving.programs import Programs
 from pagedweight_jax.serving.state import DecodeState
-
-Changes = tuple[tuple[int, int, int, int, int], ...]
 
 
 class Residency:
@@ -52,16 +52,41 @@ class Residency:
         return float((self.table.committed_LEU.mean(axis=(0, 1)) * self._share_U).sum())
 
     @property
-    def can_release(self) -> bool:
-        """True while frames can still come from weights: bits above the floor, or pages on their way out."""
-        above_floor = (self.table.desired_LEU > self.table.min_bits).any()
-        return bool(above_floor or len(self.retiring_pages) or self.unwanted_frames)
+    def blocks_by_bits(self) -> dict[int, int]:
+        """How many linear-blocks are committed at each bitwidth."""
+        bits, counts = np.unique(self.table.committed_LEU, return_counts=True)
+        return dict(zip(bits.tolist(), counts.tolist()))
+
+    @property
+    def releasing_frames(self) -> int:
+        """Frames on their way to the free list: of retiring pages, and of transfers that will be dropped."""
+        return self.allocator.count(RETIRED) + self.unwanted_frames
 
     @property
     def unwanted_frames(self) -> int:
         """Frames of pages in transfer that will be dropped when they arrive."""
         pages = pt.pages_in(self.table, pt.IN_TRANSFER)
         return len(pt.frame_slots(self.table.layouts, pages[~pt.is_desired(self.table, pages)]))
+
+    def frames_at(self, bits_LEU: np.ndarray) -> int:
+        """Frames that the weights take at these bits."""
+        starts = [np.array(layout.page_starts) for layout in self.table.layouts]
+        return sum(int(starts_P[bits_LEU[..., kind]].sum()) for kind, starts_P in enumerate(starts))
+
+    def plan_of(self, changes: Changes) -> MovePlan | None:
+        """Returns the plan that changes these blocks; None if there are none.
+
+        Raises:
+          UserError: a block is not committed at the bits from which it is to change.
+        """
+        desired_LEU = self.table.desired_LEU.copy()
+        for *block, from_bits, to_bits in changes:
+            committed_bits = int(self.table.committed_LEU[tuple(block)])
+            if committed_bits != from_bits:
+                raise UserError(f"the record changes block {block} at {from_bits} bits, it runs at {committed_bits}")
+            desired_LEU[tuple(block)] = to_bits
+        table = self.table
+        return MovePlan.between(table.desired_LEU, desired_LEU, table.bytes_UQ, table.min_bits) if changes else None
 
     def retire(self) -> None:
         """Makes the frames of pages that were given up at the last boundary reusable."""
@@ -70,19 +95,19 @@ class Residency:
             self.allocator.give(frames)
             self.retiring_pages = np.empty((0, 4), np.int64)
 
-    def land(self, state: DecodeState) -> tuple[DecodeState, Changes, int, int, int]:
-        """Writes arrived pages into the arena and raises the blocks that they complete.
+    def land(self, state: DecodeState, wait: bool = False) -> tuple[DecodeState, Moves]:
+        """Writes arrived pages into the arena and raises the blocks that they complete. Returns (state, what moved).
 
-        Returns (state, raised blocks, pages landed, pages cancelled, bytes landed). A page that is no longer wanted is
-        dropped and its frames are free at once.
+        A page that is no longer wanted is dropped and its frames are free at once. With ``wait``, all that is under way
+        has arrived.
         """
-        landed = cancelled = moved_bytes = 0
-        for transfer in self.mover.poll():
+        moves = Moves()
+        for transfer in self.mover.drain() if wait else self.mover.poll():
             wanted = pt.is_desired(self.table, transfer.pages_N4)
             if not wanted.all():
                 self.table, frames = pt.cancel(self.table, transfer.pages_N4[~wanted])
                 self.allocator.give(frames)
-                cancelled += int((~wanted).sum())
+                moves += Moves(pages_cancelled=int((~wanted).sum()))
                 transfer = transfer.keep(wanted)
             pages = transfer.pages_N4
             if not len(pages):
@@ -92,17 +117,16 @@ class Residency:
             self.table = pt.land(self.table, pages)
             updates = page_map_update(self.table, pages, self.update_frames)
             state = state.replace(arena_AW=arena_AW, page_map=self.programs.publish(state.page_map, *updates))
-            landed += len(pages)
-            moved_bytes += len(pages) * transfer.staged_B[0].nbytes
+            moves += Moves(pages_landed=len(pages), moved_bytes=len(pages) * transfer.staged_B[0].nbytes)
         before_LEU = self.table.committed_LEU
         blocks = pt.raisable_blocks(self.table)
         if len(blocks):
             self.table = pt.commit_raise(self.table, blocks)
             state = self._publish_bits(state)
-        return state, _changes(before_LEU, self.table.committed_LEU), landed, cancelled, moved_bytes
+        return state, moves + Moves(raised=_changes(before_LEU, self.table.committed_LEU))
 
-    def lower(self, state: DecodeState, plan: MovePlan) -> tuple[DecodeState, Changes, int]:
-        """Lowers the plan's blocks now and gives their pages up. Returns (state, lowered blocks, pages given up)."""
+    def lower(self, state: DecodeState, plan: MovePlan) -> tuple[DecodeState, Moves]:
+        """Lowers the plan's blocks now and gives their pages up. Returns (state, what moved)."""
         before_LEU = self.table.committed_LEU
         self.table = pt.set_desired(self.table, plan.apply(self.table.desired_LEU))
         above = before_LEU[tuple(plan.blocks.T)] > plan.to_bits
@@ -111,10 +135,11 @@ class Residency:
         self.table = pt.begin_offload(self.table, pages)
         self.allocator.retire(pt.page_frames(self.table, pages))
         self.retiring_pages = np.concatenate([self.retiring_pages, pages])
-        return self._publish_bits(state), _changes(before_LEU, self.table.committed_LEU), len(pages)
+        moves = Moves(lowered=_changes(before_LEU, self.table.committed_LEU), pages_offloaded=len(pages))
+        return self._publish_bits(state), moves
 
-    def reload(self, plan: MovePlan | None) -> int:
-        """Starts to bring back what the plan, or an earlier one, wants and free frames hold; returns how many pages."""
+    def reload(self, plan: MovePlan | None) -> Moves:
+        """Starts to bring back what the plan, or an earlier one, wants and free frames hold; returns what moved."""
         if plan is not None:
             self.table = pt.set_desired(self.table, plan.apply(self.table.desired_LEU))
         pages = pt.missing_pages(self.table)
@@ -124,7 +149,7 @@ class Residency:
             frames = self.allocator.take(len(pt.frame_slots(self.table.layouts, pages)), WEIGHT)
             self.table = pt.begin_reload(self.table, pages, frames)
             self.mover.start_reload(pages, frames)
-        return len(pages)
+        return Moves(reloads_started=len(pages))
 
     def _publish_bits(self, state: DecodeState) -> DecodeState:
         # astype copies: the committed bits are the table's, and a step donates what it is given.

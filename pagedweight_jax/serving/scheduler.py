@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagedweight_jax.errors import UserError
 from pagedweight_jax.serving.kv_blocks import KVBlocks
 from pagedweight_jax.serving.request import Request
 
@@ -31,10 +32,10 @@ class Schedule:
       preempted: (row, request) of those that lost theirs.
     """
 
-    chunks: tuple[Chunk, ...]
-    decode: bool
-    admitted: tuple[Request, ...]
-    preempted: tuple[tuple[int, Request], ...]
+    chunks: tuple[Chunk, ...] = ()
+    decode: bool = False
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[tuple[int, Request], ...] = ()
 
 
 class Scheduler:
@@ -105,25 +106,48 @@ class Scheduler:
         preempted: list[tuple[int, Request]] = []
         stalled = False
         for request in self._by_arrival():
-            while request.row is not None and not self.blocks.grow(request.row, self._context_tokens(request)):
+            while request.row is not None and not self._grow(request):
                 if may_wait:
                     stalled = True
                     break
                 preempted.append(self._preempt_youngest())
         if stalled:
-            return Schedule(chunks=(), decode=False, admitted=(), preempted=())
-        admitted = [] if preempted else self._admit()
+            return Schedule()
+        return self._calls([] if preempted else self._admit(), preempted)
+
+    def schedule_as(self, *, num_admitted: int, num_preempted: int, calls: bool) -> Schedule:
+        """Decides a boundary as it was decided before, and takes the KV blocks that it needs.
+
+        Args:
+          num_admitted, num_preempted: how many requests got a row and lost it.
+          calls: whether any call followed.
+
+        Raises:
+          UserError: a row finds no block.
+        """
+        preempted = [self._preempt_youngest() for _ in range(num_preempted)]
+        if not calls:
+            return Schedule(preempted=tuple(preempted))
+        for request in self._by_arrival():
+            if not self._grow(request):
+                raise UserError(f"the arena has no KV block for request {request.number}")
+        return self._calls(self._admit(num_admitted), preempted)
+
+    def _grow(self, request: Request) -> bool:
+        return self.blocks.grow(request.row, self._context_tokens(request))
+
+    def _calls(self, admitted: list[Request], preempted: list[tuple[int, Request]]) -> Schedule:
         prefilling = [r for r in self._by_arrival() if not r.decoding and r.prefilled_tokens < r.num_tokens]
-        chunks = [self._next_chunk(r) for r in prefilling]
+        chunks = tuple(self._next_chunk(r) for r in prefilling)
         decode = any(r.decoding for r in self.running.values())
-        return Schedule(chunks=tuple(chunks), decode=decode, admitted=tuple(admitted), preempted=tuple(preempted))
+        return Schedule(chunks=chunks, decode=decode, admitted=tuple(admitted), preempted=tuple(preempted))
 
     def _by_arrival(self) -> list[Request]:
         return sorted(self.running.values(), key=lambda r: r.number)
 
-    def _admit(self) -> list[Request]:
+    def _admit(self, most: int | None = None) -> list[Request]:
         admitted = []
-        free_rows = [row for row in range(len(self.blocks.num_blocks_B)) if row not in self.running]
+        free_rows = [row for row in range(len(self.blocks.num_blocks_B)) if row not in self.running][:most]
         growth = sum(self.blocks.missing_blocks(row, r.num_tokens) for row, r in self.running.items())
         while self.waiting and free_rows:
             request = self.waiting[0]
@@ -134,7 +158,7 @@ class Scheduler:
             request = self.waiting.popleft()
             request.row = free_rows.pop(0)
             self.running[request.row] = request
-            self.blocks.grow(request.row, self._context_tokens(request))
+            self._grow(request)
             admitted.append(request)
             growth -= int(self.blocks.num_blocks_B[request.row])
         return admitted
@@ -151,10 +175,7 @@ class Scheduler:
         request = max(self.running.values(), key=lambda r: r.number)
         row = request.row
         self._leave_row(request)
-        request.prefilled_tokens = 0
-        request.decoding = False
-        request.logprobs.clear()
-        request.num_preemptions += 1
+        request.begin_again()
         self.waiting.appendleft(request)
         return row, request
 

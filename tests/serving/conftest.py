@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny paged checkpoint with random pages, and its weights dequantized by independent code."""
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 import jax
@@ -129,6 +130,31 @@ def make_tiny(path, config, flat=False) -> Tiny:
     )
     save(path, manifest, groups, files={})
     return Tiny(open_checkpoint(path), dense, codes, luts)
+
+
+class LateMover:
+    """A mover whose transfers arrive late: each boundary sees the next one with probability ``chance``."""
+
+    def __init__(self, mover, chance, seed):
+        self.mover, self.chance = mover, chance
+        self.rng = np.random.default_rng(seed)
+        self.arrived = deque()
+
+    def __getattr__(self, name):
+        return getattr(self.mover, name)
+
+    def poll(self):
+        self.arrived += self.mover.poll()
+        landed = []
+        while self.arrived and self.rng.random() < self.chance:
+            landed.append(self.arrived.popleft())
+        return landed
+
+
+@pytest.fixture(scope="session")
+def late_mover():
+    """The class ``LateMover``."""
+    return LateMover
 
 
 class Stepping:

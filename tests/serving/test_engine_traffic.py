@@ -5,7 +5,7 @@ All on one dynamic engine whose tokens do not depend on bits, so a request serve
 company.
 """
 
-from collections import Counter, deque
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -21,36 +21,17 @@ from pagedweight_jax.serving.request import SamplingParams
 CONTEXT, CHUNK, BLOCK = 96, 16, 16  # of flat_engine
 
 
-class LateMover:
-    """A mover whose transfers arrive late: each boundary sees the next one with probability ``chance``."""
-
-    def __init__(self, mover, chance, seed):
-        self.mover, self.chance = mover, chance
-        self.rng = np.random.default_rng(seed)
-        self.arrived = deque()
-
-    def __getattr__(self, name):
-        return getattr(self.mover, name)
-
-    def poll(self):
-        self.arrived += self.mover.poll()
-        landed = []
-        while self.arrived and self.rng.random() < self.chance:
-            landed.append(self.arrived.popleft())
-        return landed
-
-
 class Squeezed:
     """An engine whose arena lacks the frames in ``held``, as if its budget were smaller."""
 
-    def __init__(self, engine, checkpoint):
-        self.engine, self.checkpoint = engine, checkpoint
+    def __init__(self, engine, checkpoint, late_mover):
+        self.engine, self.checkpoint, self.late_mover = engine, checkpoint, late_mover
         self.held = np.empty(0, np.int32)
 
     def squeeze(self, kv_blocks, chance, seed=0):
         """Leaves the cache ``kv_blocks`` blocks beside weights at their floor; transfers land late from now on."""
         self.settle()
-        self.engine.residency.mover = LateMover(self.engine.residency.mover, chance, seed)
+        self.engine.residency.mover = self.late_mover(self.engine.residency.mover, chance, seed)
         self.engine.allocator.give(self.held)
         self.engine.lower_to(self.engine.residency.table.min_bits)
         self.engine.residency.retire()
@@ -60,7 +41,7 @@ class Squeezed:
     def settle(self):
         """Steps until nothing moves; transfers land in time again."""
         residency = self.engine.residency
-        if isinstance(residency.mover, LateMover):
+        if hasattr(residency.mover, "chance"):
             residency.mover.chance = 1.0
         for _ in range(100_000):
             self.step()
@@ -106,8 +87,8 @@ class Squeezed:
 
 
 @pytest.fixture
-def squeezed(flat_engine, flat):
-    squeezed = Squeezed(flat_engine, flat.checkpoint)
+def squeezed(flat_engine, flat, late_mover):
+    squeezed = Squeezed(flat_engine, flat.checkpoint, late_mover)
     yield squeezed
     squeezed.settle()
     flat_engine.allocator.give(squeezed.held)

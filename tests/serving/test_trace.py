@@ -8,27 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.models import transformer
 from pagedweight_jax.models.attention import dense_attention
+from pagedweight_jax.models.moe import dense_experts
+from pagedweight_jax.planning.policy import Policy
+from pagedweight_jax.serving import engine as engine_module
 from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.request import SamplingParams
 from pagedweight_jax.serving.trace import ExpertTrace, routing_sums, row_sums, sums_bytes
 
 CHUNK = 16
 
 
-def routed(weights, tokens):
-    """Returns (m_TD, ids_TK, weights_TK) of every layer for a whole sequence, by the dense forward pass."""
+@jax.jit
+def dense_routing(weights, tokens_T):
+    """Returns (m_TD, ids_TK, weights_TK) of every layer, by the dense forward pass."""
     config = weights.config
 
     def attend(seen, layer, q, k, v):
         return seen, dense_attention(q, k, v, config.head_dim**-0.5, config.windows[layer])
 
     def experts(seen, layer, m_TD, ids_TK, weights_TK):
-        dense = weights.layers[layer].mlp.experts
-        y_TD, _ = steps.dense_experts(m_TD, ids_TK, weights_TK, dense, jax.nn.silu)
+        y_TD, _ = dense_experts(m_TD, ids_TK, weights_TK, weights.layers[layer].mlp.experts, jax.nn.silu)
         return [*seen, (m_TD, ids_TK, weights_TK)], y_TD
 
-    seen, _ = transformer.forward(weights, jnp.array(tokens), jnp.arange(len(tokens)), [], attend, experts)
+    return transformer.forward(weights, tokens_T, jnp.arange(len(tokens_T)), [], attend, experts)[0]
+
+
+def routed(weights, tokens):
+    """Returns the routing of a sequence as float64 arrays; what follows it changes nothing."""
+    seen = dense_routing(weights, np.pad(np.array(tokens, np.int32), (0, 64 - len(tokens))))
     return [[np.asarray(x, np.float64) for x in layer] for layer in seen]
 
 
@@ -137,3 +148,114 @@ def test_what_a_token_that_is_not_there_holds_counts_nothing():
     expected = routing_sums(ExpertTrace(**dict(zip(names, alone, strict=True))), num_experts=5)
     jax.tree.map(lambda rows, one: np.testing.assert_allclose(rows[1], one, rtol=1e-6), clean, expected)
     assert sum(leaf[0].nbytes for leaf in jax.tree.leaves(clean)) == sums_bytes(2, 5)
+
+
+# What the engine makes of them
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    """Dynamic and with room for all, so at 6 bits; its cache is float32, for a recount."""
+    config = ServeConfig(
+        memory_bytes=8 << 20,
+        max_num_seqs=3,
+        max_model_len=64,
+        prefill_chunk_tokens=CHUNK,
+        steps_per_call=4,
+        kv_dtype="float32",
+    )
+    engine = Engine(tiny.checkpoint, config)
+    engine.calibration = dataclasses.replace(engine.calibration, policy=Policy(half_life_tokens=30.0))
+    yield engine
+    engine.close()
+
+
+def serve(engine, *work):
+    requests = [engine.add_request(*one) for one in work]
+    while engine.has_work:
+        engine.step()
+    return requests
+
+
+def forgotten(weights, tokens, calls):
+    """Returns what signals must be after ``calls``, the numbers of tokens that each read: newest whole, older faded."""
+    layers, begin = routed(weights, tokens), 0
+    expected = {name: np.zeros((len(layers), 4, *kinds)) for name, kinds in SHAPES.items()}
+    for count in calls:
+        seen = recount(weights, layers, begin, begin + count)
+        for name in SHAPES:
+            if name == "max_LEU":
+                expected[name] = np.maximum(expected[name], seen[name])
+            else:
+                expected[name] = 0.5 ** (count / 30) * expected[name] + seen[name]
+        begin += count
+    return expected
+
+
+def assert_signals(request, expected):
+    for name in ("mass_LE", "norm_LEU", "square_LEU", "max_LEU"):
+        np.testing.assert_allclose(getattr(request.signals, name), expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
+    tokens_per_layer = expected["count_LE"].sum(axis=1) / 2
+    np.testing.assert_allclose(request.signals.tokens, tokens_per_layer, rtol=1e-6)
+
+
+def test_a_request_gathers_what_its_own_tokens_showed(engine, tiny):
+    weights = tiny.dequantized(engine.residency.table.committed_LEU)
+    rng = np.random.default_rng(8)
+    prompt, scored = (tuple(rng.integers(1, 128, n).tolist()) for n in (21, 40))
+    params = SamplingParams(max_tokens=11, ignore_eos=True)
+    requests = serve(engine, (prompt, params), (scored, None), (scored[:7], params))
+    assert_signals(requests[0], forgotten(weights, requests[0].tokens[:-1], [16, 5, 4, 4, 2]))
+    assert_signals(requests[1], forgotten(weights, scored, [16, 16, 8]))
+    assert_signals(requests[2], forgotten(weights, requests[2].tokens[:-1], [7, 4, 4, 2]))
+    with pytest.raises(AssertionError):
+        assert_signals(requests[2], forgotten(weights, requests[2].tokens[:-1], [7, 4, 4, 1]))
+
+
+def test_a_preempted_request_counts_its_tokens_once(engine, tiny, monkeypatch):
+    weights = tiny.dequantized(engine.residency.table.committed_LEU)
+    request = engine.add_request(tuple(range(1, 20)), SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    before, counted = request.num_tokens, request.signals.tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.blocks, "grow", lambda row, tokens: False)
+        patch.setattr(engine, "_frames_will_come", lambda: False)
+        engine.step()
+    assert request.num_preemptions == 1
+    assert request.num_tokens > before, "tokens in flight are kept"
+    assert counted
+    assert request.signals is None, "their sums are not: they will be read again"
+    known, left = request.num_tokens, 38 - request.num_tokens
+    serve(engine)
+    assert_signals(request, forgotten(weights, request.tokens[:-1], [16, known - 16, *[4] * (left // 4), left % 4]))
+
+
+def test_the_planner_sees_the_running_requests_and_their_blocks(engine, monkeypatch):
+    seen, plan_step = [], engine_module.plan_step
+    monkeypatch.setattr(engine_module, "plan_step", lambda *args: (seen.append(args[1]), plan_step(*args))[1])
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    serve(engine, (tuple(range(1, 31)), params), (tuple(range(1, 5)), params))
+    assert seen[0].requests == ()
+    assert max(len(observation.requests) for observation in seen) == 2
+    both = next(observation for observation in seen if len(observation.requests) == 2)
+    assert [request.tokens for request in both.requests] == [CHUNK, pytest.approx(4 * 0.5 ** (4 / 30) + 4)]
+    block_tokens = engine.state.geometry.kv.block_tokens
+    assert both.kv_blocks == (-(-(30 + 4) // block_tokens), -(-(4 + 5 + 2 * 4) // block_tokens))
+
+
+def test_nothing_is_read_or_kept_where_nobody_asks(engine):
+    config = engine.config
+    for planner in (
+        PlannerConfig(routing_statistics=False, prompt_residual=False),
+        PlannerConfig(page_movement=False),
+    ):
+        engine.config = dataclasses.replace(config, planner=planner)
+        [request] = serve(engine, (tuple(range(1, 9)), SamplingParams(max_tokens=5)))
+        assert request.signals is None
+    engine.config = config
+    engine.add_request((1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    held_bytes = sum(array.nbytes for call in engine._in_flight for array in call.arrays)
+    assert 2 * sums_bytes(2, 4) < held_bytes <= engine.ledger.result_bytes
+    serve(engine)
