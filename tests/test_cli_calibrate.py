@@ -51,7 +51,8 @@ def test_calibrate_writes_the_policy_and_says_how_good_it_is(run_cli, copy, tmp_
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == str(copy / "policy.json")
     assert "gate_up" in out
-    assert "5 to 4" in out
+    assert "5→4" in out
+    assert "…" not in out
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert (tmp_path / "fit.png").stat().st_size > 10_000
     assert names(tmp_path) == ["fit.png", "tiny"]

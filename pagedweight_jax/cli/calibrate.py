@@ -97,7 +97,7 @@ def fit_table(records: list[dict]) -> Table:
     for record in records:
         table.add_row(
             record["kind"],
-            f"{record['from_bits']} to {record['to_bits']}",
+            f"{record['from_bits']}→{record['to_bits']}",
             *(f"{r2:.3f} {rank:.3f}" for r2, rank in zip(record["r2"].values(), record["spearman"].values())),
             f"{record['spread']:.2f}",
             f"{record['confidence']:.2f}",
