@@ -73,6 +73,11 @@ def compare_with_cpu(device):
     }
 
 
+def memory_bytes_of(device, what):
+    """The allocator's own count, None where there is none."""
+    return (device.memory_stats() or {}).get(what)
+
+
 def trade(checkpoint, device, prompt_tokens):
     """Serves growing contexts under a budget that cannot hold them beside the top width."""
     planner = PlannerConfig(low_watermark_blocks=32, high_watermark_blocks=64, max_reload_bytes=256 << 20)
@@ -86,6 +91,7 @@ def trade(checkpoint, device, prompt_tokens):
     print(f"budget {format_size(memory_bytes)}")
     for name, num_bytes in engine.ledger.rows():
         print(f"  {name:36s} {format_size(num_bytes):>12s}")
+    build_peak_bytes = memory_bytes_of(device, "peak_bytes_in_use")
     program = engine.programs.decode.memory_analysis()
     pointer = engine.state.arena_AW.unsafe_buffer_pointer()
     start_bits = engine.residency.mean_bits
@@ -111,7 +117,9 @@ def trade(checkpoint, device, prompt_tokens):
         "pages_landed": sum(e.pages_landed for e in engine.events),
         "landed_bytes": sum(e.moved_bytes for e in engine.events),
         "over_budget_boundaries": sum(e.device_bytes > e.budget_bytes for e in engine.events),
-        "device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "build_peak_bytes": build_peak_bytes,
+        "peak_bytes": memory_bytes_of(device, "peak_bytes_in_use"),
+        "in_use_bytes": memory_bytes_of(device, "bytes_in_use"),
     }
     return engine, record
 
