@@ -8,8 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from pagedweight_jax.checkpoint.policy import load_calibration
 from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.planning.policy import Policy
+from pagedweight_jax.serving import engine as engine_module
 from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.events import write_events
 from pagedweight_jax.serving.request import SamplingParams
@@ -238,6 +241,23 @@ def test_bad_requests_are_refused_and_leave_nothing(engines, prompt, params, mes
 def test_bad_configurations_are_refused(tiny, changes, message):
     with pytest.raises(UserError, match=message):
         Engine(tiny.checkpoint, replace(CONFIG, **changes))
+
+
+def test_a_budget_is_refused_for_what_the_policy_lets_the_experts_give_way(tiny):
+    calibration = replace(load_calibration(tiny.checkpoint), policy=Policy(floors=(5,)))
+    for mode, bits in (("dynamic", 5), ("frozen", 3)):
+        with pytest.raises(UserError, match=f"for the experts at {bits} bits, the least"):
+            Engine(tiny.checkpoint, replace(CONFIG, memory_bytes=100_000, mode=mode), calibration=calibration)
+
+
+def test_events_are_kept_as_far_as_they_are_few(engines, monkeypatch):
+    engine, seen = engines(mode="frozen", bits=4), []
+    monkeypatch.setattr(engine_module, "KEPT_EVENTS", 3)
+    monkeypatch.setattr(engine, "on_event", seen.append)
+    for _ in range(5):
+        engine.step()
+    assert len(seen) == 5
+    assert engine.events == seen[2:]
 
 
 def test_bad_options_are_refused():

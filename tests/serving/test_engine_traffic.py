@@ -6,6 +6,7 @@ company.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from pagedweight_jax.models import transformer
 from pagedweight_jax.paging.arena import KV
 from pagedweight_jax.paging.invariants import check_invariants
 from pagedweight_jax.paging.table import DEVICE, IN_TRANSFER, pages_in
+from pagedweight_jax.planning.policy import Policy
+from pagedweight_jax.serving.loading import floor_bits
 from pagedweight_jax.serving.request import SamplingParams
 
 CONTEXT, CHUNK, BLOCK = 96, 16, 16  # of flat_engine
@@ -30,10 +33,11 @@ class Squeezed:
 
     def squeeze(self, kv_blocks, chance, seed=0):
         """Leaves the cache ``kv_blocks`` blocks beside weights at their floor; transfers land late from now on."""
+        bits = floor_bits(self.engine.calibration, self.engine.config)
         self.settle()
         self.engine.residency.mover = self.late_mover(self.engine.residency.mover, chance, seed)
         self.engine.allocator.give(self.held)
-        self.engine.lower_to(self.engine.residency.table.min_bits)
+        self.engine.lower_to(bits)
         self.engine.residency.retire()
         spare_frames = self.engine.allocator.num_free - kv_blocks * self.engine.state.geometry.frames_per_block
         self.held = self.engine.allocator.take(spare_frames, KV)
@@ -89,7 +93,9 @@ class Squeezed:
 @pytest.fixture
 def squeezed(flat_engine, flat, late_mover):
     squeezed = Squeezed(flat_engine, flat.checkpoint, late_mover)
+    calibration, queue = flat_engine.calibration, flat_engine._queue
     yield squeezed
+    flat_engine.calibration, flat_engine._queue = calibration, queue
     squeezed.settle()
     flat_engine.allocator.give(squeezed.held)
 
@@ -146,6 +152,57 @@ def test_random_traffic_changes_no_token_loses_nothing_and_ends(squeezed):
             seen.update(dropped=event.pages_cancelled, landed=event.pages_landed, waits=int(waits))
     print(seen)
     assert min(seen.values()) > 0, seen
+
+
+def set_policy(engine, policy):
+    """Gives the planner a policy, and the routing mass that its buckets need."""
+    shape_LE = engine.calibration.sensitivity_LEUQ.shape[:2]
+    mass_LE = np.full(shape_LE, 1 / shape_LE[1])
+    engine.calibration = replace(engine.calibration, mass_LE=mass_LE, policy=policy)
+    engine._queue = replace(engine._queue, plans={})
+
+
+def random_policy(rng):
+    buckets = int(rng.integers(1, 4))
+    return Policy(
+        edges=tuple(np.sort(rng.uniform(0.3, 2, buckets - 1))),
+        multipliers=tuple(np.sort(rng.uniform(0.5, 4, buckets))),
+        floors=tuple(np.sort(rng.integers(0, 8, buckets)).tolist()),
+        depth_caps=tuple(None if rng.random() < 0.5 else int(rng.integers(0, 3)) for _ in range(buckets)),
+        stages=tuple(np.unique(rng.integers(0, 3, 2)).tolist()),
+        half_life_tokens=float(rng.choice([8, 512])),
+        prior_tokens=float(rng.choice([0, 64])),
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_under_any_policy_every_accepted_request_ends(squeezed, seed):
+    """The arena holds one full context beside weights at the policy's floors, not at the smallest bitwidth."""
+    engine, rng = squeezed.engine, np.random.default_rng(seed)
+    squeezed.settle()
+    set_policy(engine, random_policy(rng))
+    squeezed.squeeze(kv_blocks=CONTEXT // BLOCK, chance=0.5, seed=seed)
+    requests = [engine.add_request(*one) for one in random_requests(rng, 5)]
+    requests.append(engine.add_request((1,), SamplingParams(max_tokens=CONTEXT - 1, ignore_eos=True)))
+    squeezed.run(most=600)
+    assert all(request.finish_reason in ("stop", "length") for request in requests)
+
+
+def test_a_row_that_waits_for_bits_below_the_floor_would_wait_for_ever(squeezed, monkeypatch):
+    """The negative control of the test above: with the smallest bitwidth for a floor, nobody ever moves."""
+    engine = squeezed.engine
+    squeezed.settle()
+    set_policy(engine, Policy(floors=(5,)))
+    squeezed.squeeze(kv_blocks=CONTEXT // BLOCK, chance=1.0)
+    work = [((2,) * CHUNK, SamplingParams(max_tokens=CONTEXT - CHUNK, ignore_eos=True))] * 2
+    requests = [engine.add_request(*one) for one in work]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_frames_will_come", lambda: bool((engine.residency.table.desired_LEU > 3).any()))
+        with pytest.raises(AssertionError, match="no end after 60 boundaries"):
+            squeezed.run(most=60)
+    squeezed.run(most=60)
+    assert all(request.finish_reason == "length" for request in requests)
+    assert np.all(engine.residency.table.committed_LEU >= 5)
 
 
 def test_the_page_check_finds_one_wrong_word(squeezed):
