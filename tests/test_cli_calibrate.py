@@ -126,6 +126,8 @@ def test_a_run_that_was_cut_short_goes_on(run_cli, copy, tmp_path, monkeypatch):
         (("--samples", "5000", "--sequence-length", "64"), "calibration text too short"),
         (("--text", "missing.txt"), "missing.txt: cannot be read"),
         (("--seed", "-1"), "a seed of 0 or more"),
+        (("--plot", "fit.words"), "fit.words: its suffix must say which kind of figure, one of"),
+        (("--plot", "nowhere/fit.png"), "nowhere/fit.png: no such folder"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(run_cli, copy, tmp_path, options, problem):

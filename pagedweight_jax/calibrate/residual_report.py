@@ -8,6 +8,7 @@ import numpy as np
 from pagedweight_jax.calibrate.residual import HeldOut, r_squared
 from pagedweight_jax.calibrate.residual_policy import rank_correlation
 from pagedweight_jax.config import KINDS
+from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.calibration import ResidualHeads
 
 PREDICTIONS = {"g": "by_damage_NLEUR", "usage": "by_usage_NLEUR", "prompt": "by_prompt_NLEUR"}
@@ -47,6 +48,17 @@ def held_out_report(held_out: HeldOut, heads: ResidualHeads, max_bits: int) -> l
 
 def _rounded(value: float) -> float:
     return round(float(value), 4)
+
+
+def check_figure(path: Path) -> None:
+    """Raises UserError unless a figure can be written to ``path``."""
+    from matplotlib.figure import Figure
+
+    suffix, supported = path.suffix[1:].lower(), sorted(Figure().canvas.get_supported_filetypes())
+    if suffix not in supported:
+        raise UserError(f"{path}: its suffix must say which kind of figure, one of {', '.join(supported)}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path}: no such folder")
 
 
 def draw_held_out(path: Path, held_out: HeldOut, title: str) -> None:

@@ -2,6 +2,7 @@
 """From a paged checkpoint and text to its online policy: checked first, measured layer by layer, resumable."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +59,7 @@ def prepare_policy(
       seed: of their choice.
 
     Raises:
-      UserError: no text or too little of it, or a size that makes no sense.
+      UserError: no text or too little of it, a size that makes no sense, or a checkpoint that cannot be written to.
     """
     manifest, config = checkpoint.manifest, checkpoint.manifest.config
     if manifest.min_bits == manifest.max_bits:
@@ -70,6 +71,8 @@ def prepare_policy(
         )
     if samples < 2:
         raise UserError(f"calibration: need 2 samples at least, one to fit and one to try it on, got {samples}")
+    if not os.access(checkpoint.path, os.W_OK):
+        raise UserError(f"{checkpoint.path}: not a folder that can be written to")
     own = checkpoint.path / "text" / "calibration.txt"
     if not text and not own.is_file():
         raise UserError(f"no calibration text: give one with --text ({own} does not exist)")

@@ -32,11 +32,13 @@ def add_verbs(verbs) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    from pagedweight_jax.calibrate.residual_report import draw_held_out
+    from pagedweight_jax.calibrate.residual_report import check_figure, draw_held_out
     from pagedweight_jax.calibrate.residual_run import measure_policy, prepare_policy
     from pagedweight_jax.checkpoint.paged import open_checkpoint
     from pagedweight_jax.checkpoint.policy import write_policy
 
+    if args.plot:
+        check_figure(args.plot)
     with progress_bars() as (progress, report):
         job = prepare_policy(
             open_checkpoint(args.checkpoint),
