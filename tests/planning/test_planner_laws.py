@@ -106,6 +106,22 @@ def test_a_short_head_of_the_order_changes_nothing(planning, seed, kind, target_
         np.testing.assert_array_equal(bits_after(world, short.plans[stage]), bits_after(world, plan))
 
 
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds, ties=st.booleans(), num_steps=st.integers(1, 15))
+def test_the_head_is_the_first_steps_of_the_order(planning, seed, ties, num_steps):
+    world = planning.make_world(seed, ties=ties)
+    damage_LEUR, sizes_UR = damage_of(planning, world), np.diff(world.table.bytes_UQ)[:, ::-1]
+    actions = greedy.score_actions(world.table.desired_LEU, damage_LEUR, sizes_UR, planning.max_bits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(greedy, "HEAD_STEPS", 1)
+        head, full = (greedy.greedy_order(actions, n) for n in (num_steps, 10**6))
+    assert full.complete
+    assert len(full.block_n) == (world.table.desired_LEU - planning.min_bits).sum()
+    assert min(num_steps, len(full.block_n)) <= len(head.block_n)
+    for name in ("block_n", "nth_n", "size_n"):
+        np.testing.assert_array_equal(getattr(head, name), getattr(full, name)[: len(head.block_n)])
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, kind=kinds, target_bytes=st.integers(1, 60))
 def test_brute_force(planning, seed, kind, target_bytes):
@@ -145,7 +161,9 @@ def test_brute_force(planning, seed, kind, target_bytes):
 def test_reload_goes_by_the_same_damage(planning, seed, available_bytes):
     world, queue = draw(planning, seed, "rich")
     observation = planning.observe(1 + available_bytes, world=world)
-    plan = plan_reload(world.table, observation, world.calibration, queue, CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(greedy, "HEAD_STEPS", 1)
+        plan = plan_reload(world.table, observation, world.calibration, queue, CONFIG)
     expected_LEU = planning.plain_raise(
         world.table.desired_LEU,
         damage_of(planning, world),
@@ -280,6 +298,9 @@ def test_without_global_sensitivity_the_highest_bits_go_first(planning, seed, ta
     uniform = replace(CONFIG, global_sensitivity=False)
     _, plan = step(planning, world, target_bytes, queue, uniform)
     after_LEU = bits_after(world, plan)
+    np.testing.assert_array_equal(
+        damage_of(planning, world, uniform), damage_of(planning, replace_calibration(world, heads=None), uniform)
+    )
     if plan is not None:
         assert after_LEU.max() <= plan.to_bits.min() + 1
         level_LEU = np.minimum(world.table.desired_LEU, after_LEU.max())
