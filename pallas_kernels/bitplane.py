@@ -160,8 +160,10 @@ class BlockLayout:
         return np.arange(self.rows).reshape(2, -1).T.reshape(-1)
 
 
-def pack_page(codes_ENC: np.ndarray, lut_ENK: np.ndarray | None, page: int, layout: BlockLayout) -> np.ndarray:
-    """Returns page ``page`` of E blocks as frames, uint32[E, page_frames, frame_words].
+def pack_page(
+    codes_ENC: np.ndarray | jax.Array, lut_ENK: np.ndarray | jax.Array | None, page: int, layout: BlockLayout
+) -> np.ndarray | jax.Array:
+    """Returns page ``page`` of E blocks as frames, uint32[E, page_frames, frame_words]; JAX's if the codes are.
 
     Args:
       codes_ENC: uint8, the ``max_bits``-bit codes, rows in source order (all gate rows, then all up rows).
@@ -169,23 +171,23 @@ def pack_page(codes_ENC: np.ndarray, lut_ENK: np.ndarray | None, page: int, layo
       page: which plane, 0 = most significant.
       layout: the block's layout.
     """
-    num_blocks = codes_ENC.shape[0]
+    xp, num_blocks = (np if isinstance(codes_ENC, np.ndarray) else jnp), codes_ENC.shape[0]
     bits_ENC = (codes_ENC[:, layout.stored_rows] >> (layout.max_bits - 1 - page)) & 1
-    plane, column = [], 0
+    parts, column = [], 0
     for tile_words, tiles in layout.bands:
         end = column + 32 * tile_words * tiles
         shape = (num_blocks, -1, layout.tile_rows, tiles, 32, tile_words)
-        bits = bits_ENC[:, :, column:end].reshape(shape).transpose(0, 1, 3, 2, 5, 4)
-        octets = np.packbits(bits, axis=-1, bitorder="little")  # [E, N/R, tiles, R, T, 4]
-        plane.append(np.ascontiguousarray(octets).view("<u4").reshape(num_blocks, -1))
+        bits = bits_ENC[:, :, column:end].reshape(shape)
+        words = sum(bits[..., j, :].astype(np.uint32) << np.uint32(j) for j in range(32))  # [E, N/R, R, tiles, T]
+        parts.append(words.transpose(0, 1, 3, 2, 4).reshape(num_blocks, -1))
         column = end
-    frames = np.zeros((num_blocks, layout.page_frames(page) * layout.frame_words), np.uint32)
-    frames[:, : layout.plane_words] = np.concatenate(plane, axis=1)
+    words = layout.plane_words
     if layout.has_lut(page):
-        lut = np.ascontiguousarray(lut_ENK[:, layout.stored_rows].astype("<f2", copy=False)).view("<u4")
-        start = layout.lut_offset_words(page)
-        frames[:, start : start + layout.lut_words(page)] = lut.reshape(num_blocks, -1)
-    return frames.reshape(num_blocks, -1, layout.frame_words)
+        lut = xp.take(lut_ENK, layout.stored_rows, axis=1).view(np.uint32).reshape(num_blocks, -1)
+        parts += [xp.zeros((num_blocks, layout.lut_offset_words(page) - words), np.uint32), lut]
+        words = layout.lut_offset_words(page) + layout.lut_words(page)
+    parts.append(xp.zeros((num_blocks, layout.page_frames(page) * layout.frame_words - words), np.uint32))
+    return xp.concatenate(parts, axis=1).reshape(num_blocks, -1, layout.frame_words)
 
 
 def _source_order(x_NC: jax.Array, layout: BlockLayout) -> jax.Array:

@@ -2,6 +2,7 @@
 """The command line: results on stdout, everything else on stderr, a user's mistake in one line and exit code 2."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -39,10 +40,11 @@ def test_convert_says_what_it_did(run_cli, hf_folder, tmp_path):
     assert code == 0
     assert out.splitlines()[0] == str(tmp_path / "out")
     assert "qwen2_moe" in out
-    text, peak = err.splitlines()
+    text, peak, seconds = err.splitlines()
     assert text == f"calibration text: {hf_folder / 'text' / 'calibration.txt'}"
     assert peak.startswith("peak host memory ")
     assert "128 KiB of hidden states in memory" in peak  # 8 x 64 tokens of 64 float32
+    assert re.fullmatch(r"seconds: read [\d.]+, calibrate [\d.]+, quantize [\d.]+, pack [\d.]+, write [\d.]+", seconds)
 
 
 def test_a_dry_run_reads_no_weight_and_writes_nothing(run_cli, hf_folder, converted, tmp_path, monkeypatch):

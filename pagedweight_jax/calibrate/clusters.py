@@ -1,242 +1,289 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted one-dimensional k-means of many rows at once.
+"""Weighted one-dimensional k-means of many rows at once, on numpy or JAX arrays.
 
-A row is sorted and its equal weights are merged. A cluster is then a run of neighbouring distinct values, a clustering
-is a list of borders, and prefix sums give the error that a cluster removes in O(1)::
+A row is sorted. A cluster is then a run of neighbours, a clustering is a list of borders, and prefix sums give the
+error that a cluster removes in O(1)::
 
-    border      0     1     2     3     4          distinct values  v0 < v1 < v2 < v3
-                |  v0 |  v1 |  v2 |  v3 |          mass_RI[i]    =  sum of h         left of border i
-    clusters    [     0     ][ 1 ][  2  ]          moment_RI[i]  =  sum of h (w - mean)  left of border i
+    border      0     1     2     3     4          sorted weights  v0 <= v1 <= v2 <= v3
+                |  v0 |  v1 |  v2 |  v3 |          mass_RI[i]    =  sum of h          left of border i
+    clusters    [     0     ][ 1 ][  2  ]          moment_RI[i]  =  sum of h (w - c)  left of border i
     borders   = [0, 2, 3, 4]
 
-    error  =  sum h (w - mean)^2  -  sum over clusters of S^2 / M,      M, S the cluster's mass and moment
+    error  =  sum h (w - c)^2  -  sum over clusters of S^2 / M,      M, S the cluster's mass and moment about any c
 
-Letters: R rows, C columns, V distinct values (short rows repeat their last one), I = V + 1 border positions,
-K clusters, B = K - 1 inner borders, G grid positions. Everything is float64 numpy: XLA's sort on a CPU is slow.
+Equal weights share a cluster: inside a run of them the prefix sums stay those at its start, so a border there means a
+border at the start.
+
+Letters: R rows, C columns, I = C + 1 border positions, K clusters, B = K - 1 inner borders, G candidates for a border,
+S samples. All sums are float64. What depends on the kind of array is in ``Rows``: ``rows_numpy`` for a CPU, where XLA's
+sort is slow, ``rows_jax`` for a GPU. Both take the same cuts unless two are equal but for rounding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
-WINDOW = 33
-"""Positions that the coarse search tries for every border: rows of fewer distinct values are solved exactly."""
+Array = np.ndarray | jax.Array
 
-STEPS = np.arange(-4, 5)
-"""What a refinement tries for every border, in units of its current step."""
+CELLS = 48
+"""Least cells of the grid that a seed starts from: rows of fewer distinct values are solved exactly."""
+
+SAMPLES = 256
+"""Positions between which a row's density is estimated."""
+
+JOINT_CLUSTERS = 16
+"""Up to so many clusters a border may go anywhere on the grid; of more, each stays within ``WINDOW`` of its place."""
+
+WINDOW = 16
+
+STEPS = 4
+"""How many steps either way a refinement tries for every border."""
 
 TINY = 1e-300
 """Makes 0 / 0, the gain of an empty cluster, 0."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SortedRows:
     """Rows ready to be clustered.
 
     Attributes:
-      order_RC: column of every weight in ascending order.
-      rank_RC: which distinct value that weight is.
-      value_RV: the distinct values, ascending; the last one repeats to the common length V.
-      mean_R1: weighted mean of the row.
-      mass_RI, moment_RI: sums of h and of h (w - mean) left of every border position.
+      order_RC: where every weight of ascending order comes from, as ``Rows.codes`` needs it.
+      value_RC: the weights in that order, float32.
+      center_R1: c, the median.
+      mass_RI, moment_RI: sums of h and of h (w - c) left of every border position.
+      start_RI: where the run of equal weights starts that a position lies in; C starts one of its own.
+      distinct_R: how many distinct weights there are.
     """
 
-    order_RC: np.ndarray
-    rank_RC: np.ndarray
-    value_RV: np.ndarray
-    mean_R1: np.ndarray
-    mass_RI: np.ndarray
-    moment_RI: np.ndarray
+    order_RC: Array
+    value_RC: Array
+    center_R1: Array
+    mass_RI: Array
+    moment_RI: Array
+    start_RI: Array
+    distinct_R: Array
 
 
-def sort_rows(w_RC: np.ndarray, h_RC: np.ndarray) -> SortedRows:
-    """Returns the rows sorted, equal weights merged. ``h_RC`` is positive."""
-    order_RC = np.argsort(w_RC, axis=1, kind="stable")
-    w_RC = np.take_along_axis(w_RC, order_RC, axis=1).astype(np.float64)
-    h_RC = np.take_along_axis(h_RC, order_RC, axis=1).astype(np.float64)
-    rank_RC = np.zeros(w_RC.shape, np.int64)
-    np.cumsum(w_RC[:, 1:] != w_RC[:, :-1], axis=1, out=rank_RC[:, 1:])
-    mean_R1 = (h_RC * w_RC).sum(1, keepdims=True) / h_RC.sum(1, keepdims=True)
+class Clustering(NamedTuple):
+    """Borders of every row's clusters, ascending from 0 to C, and the prefix sums there; all [R, K + 1]."""
 
-    def left_of_borders(prefix_RC):
-        sums_RI = np.repeat(prefix_RC[:, -1:], rank_RC.max() + 2, axis=1)
-        sums_RI[:, 0] = 0
-        np.put_along_axis(sums_RI, rank_RC + 1, prefix_RC, axis=1)  # of equal weights the last one stays
-        return sums_RI
-
-    value_RV = np.repeat(w_RC[:, -1:], rank_RC.max() + 1, axis=1)
-    np.put_along_axis(value_RV, rank_RC, w_RC, axis=1)
-    return SortedRows(
-        order_RC=order_RC,
-        rank_RC=rank_RC,
-        value_RV=value_RV,
-        mean_R1=mean_R1,
-        mass_RI=left_of_borders(np.cumsum(h_RC, axis=1)),
-        moment_RI=left_of_borders(np.cumsum(h_RC * (w_RC - mean_R1), axis=1)),
-    )
+    borders: Array
+    mass: Array
+    moment: Array
 
 
-def _sums(rows: SortedRows, borders_RK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    mass_RK = np.diff(np.take_along_axis(rows.mass_RI, borders_RK, axis=1), axis=1)
-    moment_RK = np.diff(np.take_along_axis(rows.moment_RI, borders_RK, axis=1), axis=1)
-    return mass_RK, moment_RK
+class Rows(Protocol):
+    """What clustering asks of an array library."""
+
+    xp: ModuleType
+
+    def sort(self, w_RC: Array, h_C: Array) -> SortedRows:
+        """Returns the rows sorted. ``h_C`` is positive."""
+
+    def best_cuts(self, rows: SortedRows, clustering: Clustering) -> Array:
+        """Returns where to cut every cluster, int[R, K]: the first of the best places; its end if there is none.
+
+        Every position is tried. Cutting (M, S) into (A, B) and (M - A, S - B) removes (B - A S/M)^2 M / (A (M - A)).
+        """
+
+    def codes(self, rows: SortedRows, borders: Array) -> Array:
+        """Returns uint8[R, C]: the cluster of every weight, in column order."""
+
+    def take(self, x_RX: Array, row: Array, index: Array) -> Array:
+        """Returns x[row, index], the two broadcast."""
+
+    def search(self, sorted_RX: Array, query_RY: Array) -> Array:
+        """Returns the first place of each row where ``sorted`` is at least the query; X if there is none."""
+
+    def gains(self, mass: tuple[Array, Array], moment: tuple[Array, Array]) -> Array:
+        """Returns S^2 / M of clusters between two borders; -inf if they are out of order. Holds until the next call.
+
+        Args:
+          mass, moment: prefix sums at the left and at the right border, broadcast.
+        """
+
+    def max_plus(self, score_GR: Array, gain_GGR: Array) -> Array:
+        """Returns the greatest score[g] + gain[g, h] over all g."""
+
+    def running_max(self, x_RK: Array) -> Array:
+        """Returns the greatest value of each row so far."""
+
+    def may_hold(self, mask: Array) -> bool:
+        """False only if no entry is true."""
+
+    def settle(self, step: Callable, borders_BR: Array, reach_BR: Array) -> Array:
+        """Returns the borders after ``borders, reach = step(borders, reach, row_R)`` until nothing moves."""
 
 
-def split(rows: SortedRows, borders: np.ndarray) -> np.ndarray:
-    """Returns int64[R, 2K + 1]: every cluster cut in two where the error falls most, old borders at even places.
+def _clustering(ops: Rows, rows: SortedRows, borders: Array) -> Clustering:
+    row_R1 = np.arange(len(borders))[:, None]
+    return Clustering(borders, ops.take(rows.mass_RI, row_R1, borders), ops.take(rows.moment_RI, row_R1, borders))
 
-    The cut is exhaustive: cutting (M, S) into (A, B) and (M - A, S - B) removes (B - A S/M)^2 M / (A (M - A)), which is
-    evaluated at every position. The first of equal cuts is taken. A cluster of fewer than two distinct values keeps
-    them left and gets an empty right child.
+
+def split(ops: Rows, rows: SortedRows, clustering: Clustering) -> Clustering:
+    """Returns every cluster cut in two where the error falls most, old borders at even places.
+
+    A cluster of fewer than two distinct values keeps them left and gets an empty right child.
+    """
+    cuts = _clustering(ops, rows, ops.best_cuts(rows, clustering))
+
+    def merge(old, new):
+        pairs_RK2 = ops.xp.stack([old[:, :-1], new], axis=2)
+        return ops.xp.concatenate([pairs_RK2.reshape(len(old), -1), old[:, -1:]], axis=1)
+
+    return Clustering(*map(merge, clustering, cuts))
+
+
+def _best_path(ops: Rows, first_GR: Array, between_GGR: list[Array], last_GR: Array) -> Array:
+    """Returns int[B, R]: which candidate of every border, all borders jointly, removes the most error.
+
+    A dynamic programme over the borders; the first of equal candidates is taken.
 
     Args:
-      rows: the sorted rows.
-      borders: int64[R, K + 1], ascending, from 0 to V.
+      ops: the array library.
+      first_GR: what the first cluster removes, by its right border.
+      between_GGR: what each further cluster removes, by its left border, then by its right one.
+      last_GR: what the last cluster removes, by its left border.
     """
-    num_rows, num_positions = rows.mass_RI.shape
-    flat = borders + num_positions * np.arange(num_rows)[:, None]
-    start, end = flat[:, :-1].ravel(), flat[:, 1:].ravel()
-    # Cluster by cluster [start, end) tiles the flat prefix sums once a row's last cluster takes position V as well.
-    counts = np.diff(flat, axis=1)
-    counts[:, -1] += 1
-    counts = counts.ravel()
-    mass, moment = rows.mass_RI.ravel(), rows.moment_RI.ravel()
-    M, S = mass[end] - mass[start], moment[end] - moment[start]
-    A = mass - np.repeat(mass[start], counts)
-    gain = moment - np.repeat(moment[start], counts)
-    gain -= A * np.repeat(S / (M + TINY), counts)
-    gain *= gain
-    A *= np.repeat(M, counts) - A
-    A[A <= 0] = np.inf  # nothing on one side: not a cut
-    gain /= A
-
-    nonempty = np.flatnonzero(counts)
-    best = np.zeros(len(start))
-    best[nonempty] = np.maximum.reduceat(gain, start[nonempty])
-    hits = np.flatnonzero((gain == np.repeat(best, counts)) & (gain > 0))[::-1]
-    cluster = np.repeat(np.arange(len(start)), counts)
-    cut = end.copy()
-    cut[cluster[hits]] = hits  # reversed: the first of equal hits is written last
-    children = np.empty((num_rows, 2 * borders.shape[1] - 1), np.int64)
-    children[:, ::2] = flat
-    children[:, 1::2] = cut.reshape(num_rows, -1)
-    return children - num_positions * np.arange(num_rows)[:, None]
+    scores = [first_GR]
+    for gain_GGR in between_GGR:
+        scores.append(ops.max_plus(scores[-1], gain_GGR))
+    row_R = np.arange(first_GR.shape[1])
+    chosen = [(scores[-1] + last_GR).argmax(0)]
+    for score_GR, gain_GGR in zip(scores[-2::-1], between_GGR[::-1]):
+        chosen.append((score_GR + gain_GGR[:, chosen[-1], row_R]).argmax(0))
+    return ops.xp.stack(chosen[::-1])
 
 
-def _choose(mass_RI: np.ndarray, moment_RI: np.ndarray, candidates_RBG: np.ndarray) -> np.ndarray:
-    """Returns int64[R, B]: which candidate of every border, all borders jointly, leaves the least error.
+def _grid(ops: Rows, rows: SortedRows, cells: int) -> Array:
+    """Returns int[R, cells + 1]: positions from 0 to C, dense where an optimal quantizer has many borders.
 
-    A dynamic programme over the borders, exact for these candidates; the first of equal ones is taken.
+    Those are as dense as the cube root of the weights' density (Panter and Dite, 1951), that is: equal cells of the
+    measure (mass * width^2)^(1/3), estimated between ``SAMPLES`` positions.
     """
-    num_rows, num_borders = candidates_RBG.shape[:2]
-    flat = candidates_RBG.reshape(num_rows, -1)
-    mass_RBG = np.take_along_axis(mass_RI, flat, axis=1).reshape(candidates_RBG.shape)
-    moment_RBG = np.take_along_axis(moment_RI, flat, axis=1).reshape(candidates_RBG.shape)
-    score_RG = moment_RBG[:, 0] ** 2 / (mass_RBG[:, 0] + TINY)
-    came_from = []
-    for b in range(1, num_borders):
-        gain_RGG = moment_RBG[:, b, :, None] - moment_RBG[:, b - 1, None, :]
-        gain_RGG *= gain_RGG
-        M_RGG = mass_RBG[:, b, :, None] - mass_RBG[:, b - 1, None, :]
-        gain_RGG /= M_RGG + TINY
-        gain_RGG[M_RGG < 0] = -np.inf  # borders out of order
-        gain_RGG += score_RG[:, None, :]
-        came_from.append(gain_RGG.argmax(2))
-        score_RG = np.take_along_axis(gain_RGG, came_from[-1][..., None], axis=2)[..., 0]
-    last_moment_RG, last_mass_RG = moment_RI[:, -1:] - moment_RBG[:, -1], mass_RI[:, -1:] - mass_RBG[:, -1]
-    score_RG = score_RG + last_moment_RG**2 / (last_mass_RG + TINY)
-    chosen = [score_RG.argmax(1)]
-    for back_RG in reversed(came_from):
-        chosen.append(back_RG[np.arange(num_rows), chosen[-1]])
-    return np.stack(chosen[::-1], axis=1)
+    xp, (R, C) = ops.xp, rows.value_RC.shape
+    row_R1 = np.arange(R)[:, None]
+    sample_S = np.arange(SAMPLES + 1) * C // SAMPLES
+    value_RS = rows.value_RC[:, np.minimum(sample_S, C - 1)].astype(np.float64)
+    width_RS, mass_RS = xp.diff(value_RS, axis=1), xp.diff(rows.mass_RI[:, sample_S], axis=1)
+    measure_RS = xp.cumsum(xp.cbrt(mass_RS * width_RS * width_RS), axis=1)
+    measure_RS = xp.concatenate([xp.zeros((R, 1)), measure_RS / (measure_RS[:, -1:] + TINY)], axis=1)
+    goal_RG = np.arange(1, cells) / cells * xp.ones((R, 1))
+    after_RG = xp.minimum(xp.maximum(ops.search(measure_RS, goal_RG), 1), SAMPLES)
+    low_RG, high_RG = ops.take(measure_RS, row_R1, after_RG - 1), ops.take(measure_RS, row_R1, after_RG)
+    part_RG = xp.minimum((goal_RG - low_RG) / (high_RG - low_RG + TINY), 1)
+    inner_RG = xp.rint((after_RG - 1 + part_RG) * (C / SAMPLES)).astype(np.int64)
+    ends_R1 = xp.zeros_like(inner_RG[:, :1])
+    grid_RG = xp.concatenate([ends_R1, inner_RG, ends_R1 + C], axis=1)
+    few_R1 = rows.distinct_R[:, None] < CELLS
+    if not ops.may_hold(few_R1):
+        return grid_RG
+    rank_RI = xp.cumsum(rows.start_RI == np.arange(C + 1), axis=1)
+    every_RG = ops.search(rank_RI, np.arange(cells + 1) * rows.distinct_R[:, None] // cells + 1)
+    return xp.where(few_R1, every_RG, grid_RG)
 
 
-def _coarse(mass_RG: np.ndarray, moment_RG: np.ndarray, num_clusters: int) -> np.ndarray:
-    """Returns int64[R, B]: grid positions that are jointly best within a window around each of them."""
-    num_rows, cells = mass_RG.shape[0], mass_RG.shape[1] - 1
-    place_RB = np.tile(np.arange(1, num_clusters) * cells // num_clusters, (num_rows, 1))
-    moving = np.arange(num_rows)
-    while moving.size:
-        first_RB = np.clip(place_RB[moving] - WINDOW // 2, 0, cells + 1 - WINDOW)
-        candidates_RBG = first_RB[..., None] + np.arange(WINDOW)
-        place_RB[moving] = first_RB + _choose(mass_RG[moving], moment_RG[moving], candidates_RBG)
-        next_RB = np.clip(place_RB[moving] - WINDOW // 2, 0, cells + 1 - WINDOW)
-        moving = moving[(next_RB != first_RB).any(1)]
-    return place_RB
+def _coarse(ops: Rows, mass_RG: Array, moment_RG: Array, num_clusters: int) -> Array:
+    """Returns int[B, R]: the grid positions that are jointly best."""
+    cells = mass_RG.shape[1] - 1
+    if num_clusters > JOINT_CLUSTERS:
+        place_B1 = (np.arange(1, num_clusters) * cells // num_clusters)[:, None]
+        place_BR = place_B1 + ops.xp.zeros(len(mass_RG), np.int64)
+        return _refine(ops, mass_RG, moment_RG, place_BR, ops.xp.ones_like(place_BR), WINDOW)
+    mass_GR, moment_GR = mass_RG.T, moment_RG.T
+    gain_GGR = ops.gains((mass_GR[:, None], mass_GR), (moment_GR[:, None], moment_GR))
+    return _best_path(ops, gain_GGR[0], [gain_GGR] * (num_clusters - 2), gain_GGR[:, -1])
 
 
-def _fine(mass_RI: np.ndarray, moment_RI: np.ndarray, borders_RB: np.ndarray, reach_RB: np.ndarray) -> np.ndarray:
-    """Returns int64[R, B]: the borders after joint moves of up to ``reach_RB``, then shorter ones, until none helps."""
-    borders_RB, reach_RB, moving = borders_RB.copy(), reach_RB.copy(), np.arange(len(borders_RB))
-    while moving.size:
-        old_RB = borders_RB[moving]
-        step_RB = np.maximum(1, -(-reach_RB[moving] // STEPS[-1]))
-        candidates_RBG = np.clip(old_RB[..., None] + step_RB[..., None] * STEPS, 0, mass_RI.shape[1] - 1)
-        chosen_RB = _choose(mass_RI[moving], moment_RI[moving], candidates_RBG)
-        borders_RB[moving] = np.take_along_axis(candidates_RBG, chosen_RB[..., None], axis=2)[..., 0]
-        reach_RB[moving] = step_RB
-        moving = moving[((step_RB > 1) | (borders_RB[moving] != old_RB)).any(1)]
-    return borders_RB
+def _refine(
+    ops: Rows, mass_RI: Array, moment_RI: Array, borders_BR: Array, reach_BR: Array, num_steps: int
+) -> Array:
+    """Returns int[B, R]: the borders after joint moves of up to ``reach``, then shorter ones, until none helps."""
+    xp, end = ops.xp, mass_RI.shape[1] - 1
+
+    def step(old_BR, reach_BR, row_R):
+        step_BR = xp.maximum(1, -(-reach_BR // num_steps))
+        steps_G1 = np.arange(-num_steps, num_steps + 1)[:, None]
+        candidates_BGR = xp.minimum(xp.maximum(old_BR[:, None] + step_BR[:, None] * steps_G1, 0), end)
+        mass_BGR, moment_BGR = ops.take(mass_RI, row_R, candidates_BGR), ops.take(moment_RI, row_R, candidates_BGR)
+        left_mass_GR, right_mass_GR = mass_BGR[0], mass_RI[row_R, -1] - mass_BGR[-1]
+        between_BGGR = ops.gains(
+            (mass_BGR[:-1, :, None], mass_BGR[1:, None]), (moment_BGR[:-1, :, None], moment_BGR[1:, None])
+        )
+        chosen_BR = _best_path(
+            ops,
+            moment_BGR[0] ** 2 / (left_mass_GR + TINY),
+            list(between_BGGR),
+            (moment_RI[row_R, -1] - moment_BGR[-1]) ** 2 / (right_mass_GR + TINY),
+        )
+        return xp.take_along_axis(candidates_BGR, chosen_BR[:, None], axis=1)[:, 0], step_BR
+
+    return ops.settle(step, borders_BR, reach_BR)
 
 
-def seed(rows: SortedRows, num_clusters: int) -> np.ndarray:
-    """Returns int64[R, K + 1]: the borders of K clusters of least error, ascending, from 0 to V.
+def seed(ops: Rows, rows: SortedRows, num_clusters: int) -> Clustering:
+    """Returns K clusters of least error.
 
-    1. Grid: exhaustive splits cut the row into at least 32 and at least 4 K cells (rows of up to 32 distinct values:
-       every position).
-    2. Coarse: the jointly best grid positions, by a dynamic programme over 33 positions per border (all of them if
-       K <= 8, else recentred until they stay).
-    3. Fine: the jointly best of 9 positions per border, in steps that shrink from a grid cell to one value, until no
-       border moves: moving any number of borders by up to 4 values each does not help.
+    1. Grid: at least 48 and at least 4 K cells, dense where borders belong.
+    2. Coarse: a dynamic programme puts all borders on the best grid positions at once.
+    3. Fine: it moves them by up to four steps each, the steps falling from a cell to one position, until none moves.
 
-    Measured error above the exact optimum's, K = 8, 320 weights with chi-squared h: gaussian 0.04 % on average (92 % of
-    rows are optimal, the worst 1.8 %), Student-t(3) 0.05 %, Student-t(2) 0.08 %; 2048 gaussian weights 0.05 %; K = 16,
-    gaussian 0.04 %, Student-t(3) 1.3 %. Lloyd's iteration from quantiles of density^(1/3) is 7 % above on the first.
+    The result is the optimum for rows of fewer than 48 distinct values and within a few 1e-4 of it for long ones.
 
     Args:
+      ops: the array library.
       rows: the sorted rows.
       num_clusters: K, a power of two of at least 2.
     """
-    num_rows, num_positions = rows.mass_RI.shape
-    grid_RG = np.tile([0, num_positions - 1], (num_rows, 1))
-    while grid_RG.shape[1] < max(WINDOW, 4 * num_clusters + 1):
-        grid_RG = split(rows, grid_RG)
-    cells = grid_RG.shape[1] - 1
-    distinct_R1 = rows.rank_RC[:, -1:] + 1
-    grid_RG = np.where(distinct_R1 < WINDOW, np.arange(cells + 1) * distinct_R1 // cells, grid_RG)
-    place_RB = _coarse(
-        np.take_along_axis(rows.mass_RI, grid_RG, axis=1),
-        np.take_along_axis(rows.moment_RI, grid_RG, axis=1),
-        num_clusters,
-    )
-    borders_RB = np.take_along_axis(grid_RG, place_RB, axis=1)
-    below_RB = np.take_along_axis(grid_RG, np.maximum(place_RB - 1, 0), axis=1)
-    above_RB = np.take_along_axis(grid_RG, np.minimum(place_RB + 1, cells), axis=1)
-    reach_RB = np.maximum(above_RB - borders_RB, borders_RB - below_RB)
-    borders_RB = _fine(rows.mass_RI, rows.moment_RI, borders_RB, reach_RB)
-    ends_R1 = np.full((num_rows, 1), num_positions - 1)
-    return np.concatenate([np.zeros_like(ends_R1), borders_RB, ends_R1], axis=1)
+    xp, (R, C) = ops.xp, rows.value_RC.shape
+    cells, row_R = max(CELLS, (6 if num_clusters <= JOINT_CLUSTERS else 4) * num_clusters), np.arange(R)
+    grid_RG = _grid(ops, rows, cells)
+    on_grid = _clustering(ops, rows, grid_RG)
+    place_BR = _coarse(ops, on_grid.mass, on_grid.moment, num_clusters)
+    borders_BR = ops.take(grid_RG, row_R, place_BR)
+    below_BR = ops.take(grid_RG, row_R, xp.maximum(place_BR - 1, 0))
+    above_BR = ops.take(grid_RG, row_R, xp.minimum(place_BR + 1, cells))
+    reach_BR = xp.maximum(above_BR - borders_BR, borders_BR - below_BR)
+    borders_BR = _refine(ops, rows.mass_RI, rows.moment_RI, borders_BR, reach_BR, STEPS)
+    inner_RB = ops.take(rows.start_RI, row_R[:, None], borders_BR.T)
+    ends_R1 = xp.zeros_like(inner_RB[:, :1])
+    return _clustering(ops, rows, xp.concatenate([ends_R1, inner_RB, ends_R1 + C], axis=1))
 
 
-def centroids(rows: SortedRows, borders: np.ndarray) -> np.ndarray:
+def centroids(ops: Rows, rows: SortedRows, clustering: Clustering) -> Array:
     """Returns float64[R, K]: weighted means, ascending; an empty cluster repeats its left neighbour (or the first)."""
-    mass_RK, moment_RK = _sums(rows, borders)
-    mean_RK = rows.mean_R1 + moment_RK / (mass_RK + TINY)
-    last_value = rows.value_RV.shape[1] - 1
-    low_RK = np.take_along_axis(rows.value_RV, np.minimum(borders[:, :-1], last_value), axis=1)
-    high_RK = np.take_along_axis(rows.value_RV, np.maximum(borders[:, 1:] - 1, 0), axis=1)
-    mean_RK = np.clip(mean_RK, low_RK, high_RK)  # rounding must not leave the cluster: keeps the table sorted
-    filled = mass_RK > 0
-    source_RK = np.maximum.accumulate(np.where(filled, np.arange(filled.shape[1]), 0), axis=1)
-    source_RK = np.maximum(source_RK, filled.argmax(1)[:, None])
-    return np.take_along_axis(mean_RK, source_RK, axis=1)
+    xp, borders, (R, C) = ops.xp, clustering.borders, rows.value_RC.shape
+    row_R1 = np.arange(R)[:, None]
+    mean_RK = rows.center_R1 + xp.diff(clustering.moment, axis=1) / (xp.diff(clustering.mass, axis=1) + TINY)
+    low_RK = ops.take(rows.value_RC, row_R1, xp.minimum(borders[:, :-1], C - 1))
+    high_RK = ops.take(rows.value_RC, row_R1, xp.maximum(borders[:, 1:] - 1, 0))
+    mean_RK = xp.minimum(xp.maximum(mean_RK, low_RK), high_RK)  # rounding must not unsort the table
+    filled_RK = borders[:, 1:] > borders[:, :-1]
+    if not ops.may_hold(~filled_RK):
+        return mean_RK
+    source_RK = ops.running_max(xp.where(filled_RK, np.arange(filled_RK.shape[1]), 0))
+    return ops.take(mean_RK, row_R1, xp.maximum(source_RK, filled_RK.argmax(1)[:, None]))
 
 
-def codes(rows: SortedRows, borders: np.ndarray) -> np.ndarray:
-    """Returns uint8[R, C]: the cluster of every weight, in column order."""
-    num_rows, num_clusters = borders.shape[0], borders.shape[1] - 1
-    labels = np.tile(np.arange(num_clusters, dtype=np.uint8), num_rows)
-    cluster_RV = np.repeat(labels, np.diff(borders, axis=1).ravel()).reshape(num_rows, -1)
-    codes_RC = np.empty(rows.order_RC.shape, np.uint8)
-    np.put_along_axis(codes_RC, rows.order_RC, np.take_along_axis(cluster_RV, rows.rank_RC, axis=1), axis=1)
-    return codes_RC
+def quantize_rows(ops: Rows, w_RC: Array, h_C: Array, min_bits: int, max_bits: int) -> tuple[Array, list[Array]]:
+    """Returns codes of ``max_bits`` bits, uint8[R, C], and the float16 LUTs [R, 2^b] of all bitwidths.
+
+    Args:
+      ops: the array library.
+      w_RC: float32, finite.
+      h_C: float64, positive.
+      min_bits, max_bits: the bitwidths.
+    """
+    rows = ops.sort(w_RC, h_C)
+    clustering = seed(ops, rows, 2**min_bits)
+    luts = [centroids(ops, rows, clustering).astype(np.float16)]
+    for _ in range(min_bits, max_bits):
+        clustering = split(ops, rows, clustering)
+        luts.append(centroids(ops, rows, clustering).astype(np.float16))
+    return ops.codes(rows, clustering.borders), luts

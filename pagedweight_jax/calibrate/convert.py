@@ -10,6 +10,7 @@ import numpy as np
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.layer import convert_layer
 from pagedweight_jax.calibrate.prepare import MIN_TOKENS, Job, Report, check_disk, costs, prepare
+from pagedweight_jax.calibrate.stopwatch import Stopwatch
 from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.draft import Draft, open_draft
@@ -24,7 +25,9 @@ def convert(
     return run(prepare(folder, out, report=report, **options), progress=progress, report=report)
 
 
-def run(job: Job, *, progress: Progress = no_progress, report: Report = print) -> PagedCheckpoint:
+def run(
+    job: Job, *, progress: Progress = no_progress, report: Report = print, watch: Stopwatch | None = None
+) -> PagedCheckpoint:
     """Returns the finished checkpoint. The same inputs give the same arrays and the same manifest.
 
     Layer follows layer, the embedding first: its experts see the calibration tokens, are quantized and written, and the
@@ -34,13 +37,15 @@ def run(job: Job, *, progress: Progress = no_progress, report: Report = print) -
     Args:
       job: what ``prepare`` returned.
       progress, report: what the user sees of the work.
+      watch: told where the time goes.
 
     Raises:
       UserError: a weight or an activation is not finite, the disk is full, or ``out`` exists.
     """
+    watch = watch or Stopwatch()
     check_disk(job, costs(job).disk_bytes)
     with open_draft(job.out, job.inputs, job.overwrite, report) as draft:
-        _convert_layers(draft, job, progress)
+        _convert_layers(draft, job, progress, watch)
         uncalibrated_LE = _finish_calibration(draft, job.manifest)
         num_uncalibrated = int(uncalibrated_LE.sum())
         if num_uncalibrated:
@@ -50,7 +55,8 @@ def run(job: Job, *, progress: Progress = no_progress, report: Report = print) -
             )
         calibration = replace(job.manifest.calibration, uncalibrated_experts=num_uncalibrated)
         manifest = replace(job.manifest, calibration=calibration)
-        draft.publish(manifest, _carried_files(job.source.folder), job.overwrite)
+        with watch("write"):
+            draft.publish(manifest, _carried_files(job.source.folder), job.overwrite)
     return open_checkpoint(job.out)
 
 
@@ -58,22 +64,27 @@ def _step(layer: int) -> str:
     return f"layer-{layer:04d}"
 
 
-def _convert_layers(draft: Draft, job: Job, progress: Progress) -> None:
+def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch) -> None:
     """Finishes every layer that is not finished yet."""
     config, source, sequences_NS = job.manifest.config, job.source, job.sequences_NS
     shape_NSD = (*sequences_NS.shape, config.hidden_size)
     hidden = HiddenStates(draft.scratch, shape_NSD, source.shapes.embed_VD.dtype, job.ram_bytes)
     if not draft.finished("outer"):
-        outer = hf.read_outer(source)
+        with watch("read"):
+            outer = hf.read_outer(source)
         with hidden.write(0) as emit:
             for tokens_S in sequences_NS:
                 emit(outer.embed_VD[tokens_S])
         dense = {f"dense/{name}": leaf for name, leaf in named_leaves(outer).items()}
-        draft.commit("outer", [dense], {})
+        with watch("write"):
+            draft.commit("outer", [dense], {})
         del outer, dense
     for layer in range(config.num_layers):
         if not draft.finished(_step(layer)):
-            draft.commit(_step(layer), *convert_layer(source, job.manifest, layer, hidden, MIN_TOKENS, progress))
+            arrays = convert_layer(source, job.manifest, layer, hidden, MIN_TOKENS, progress, watch)
+            with watch("write"):
+                draft.commit(_step(layer), *arrays)
+            del arrays
         hidden.drop_before(layer + 1)
 
 

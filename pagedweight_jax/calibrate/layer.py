@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
+import jax
 import numpy as np
 
-from pagedweight_jax.calibrate.any_precision import check_weights, quantize
+from pagedweight_jax.calibrate.any_precision import AnyPrecision, check_weights, quantize
 from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.sensitivity import sensitivity
+from pagedweight_jax.calibrate.stopwatch import Stopwatch
 from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.manifest import PagedManifest, page_name
@@ -33,6 +35,7 @@ def convert_layer(
     hidden: HiddenStates,
     min_tokens: int,
     progress: Progress,
+    watch: Stopwatch,
 ) -> tuple[list[Arrays], Arrays]:
     """Returns the layer's arrays by name, place by place, and what calibration knows of its experts (none if dense).
 
@@ -46,15 +49,18 @@ def convert_layer(
       hidden: holds what enters the layer; what leaves it is written there if a later layer needs it.
       min_tokens: an expert of fewer calibration tokens counts as one of so many average tokens.
       progress: see ``Progress``; the stages are calibrate and quantize.
+      watch: told where the time goes.
 
     Raises:
       UserError: a weight or an activation is not finite.
     """
-    w = hf.read_layer(source, layer)
-    moments = _calibrate(manifest, layer, w, hidden, progress)
+    with watch("read"):
+        w = hf.read_layer(source, layer)
+    with watch("calibrate"):
+        moments = _calibrate(manifest, layer, w, hidden, progress)
     groups, remember = [], {}
     if moments is not None:
-        pages, remember = _convert_experts(manifest, layer, w.mlp.experts, moments, min_tokens, progress)
+        pages, remember = _convert_experts(manifest, layer, w.mlp.experts, moments, min_tokens, progress, watch)
         w = replace(w, mlp=replace(w.mlp, experts=None))
         groups.append(pages)
     groups.append({f"dense/layers.{layer}.{name}": leaf for name, leaf in named_leaves(w).items()})
@@ -89,6 +95,7 @@ def _convert_experts(
     moments: InputMoments,
     min_tokens: int,
     progress: Progress,
+    watch: Stopwatch,
 ) -> tuple[Arrays, Arrays]:
     """Returns the pages, and what calibration knows."""
     config = manifest.config
@@ -99,29 +106,30 @@ def _convert_experts(
     remember = {"uncalibrated": uncalibrated_E, "tokens": moments.tokens_E}
     if not all(np.isfinite(importance_EC).all() for importance_EC in importance_U):
         for w_ENC, name in zip((experts.gate_up_ENC, experts.down_ENC), KINDS):  # a bad weight spoils its layer's h
-            check_weights(w_ENC.astype(np.float32), f"layer {layer} {name}")
+            check_weights(w_ENC, f"layer {layer} {name}")
         raise UserError(f"layer {layer}: the activations on the calibration text are not finite")
     for kind, name in enumerate(KINDS):
         progress("quantize", len(KINDS) * sparse_layer + kind, num_steps)
-        importance_EC = importance_U[kind].astype(np.float32)
-        w_ENC = (experts.gate_up_ENC, experts.down_ENC)[kind].astype(np.float32)
-        kind_pages, sensitivity_EQ = _quantize(
-            w_ENC, importance_EC, kind, manifest.layouts()[kind], sparse_layer, f"layer {layer} {name}"
-        )
-        pages |= kind_pages
-        sensitivity_UEQ.append(sensitivity_EQ)
+        layout, importance_EC = manifest.layouts()[kind], importance_U[kind].astype(np.float32)
+        w_ENC = (experts.gate_up_ENC, experts.down_ENC)[kind]
+        with watch("quantize"):
+            quantized = quantize(w_ENC, importance_EC, layout.min_bits, layout.max_bits, name=f"layer {layer} {name}")
+            sensitivity_UEQ.append(sensitivity(w_ENC, quantized, importance_EC, layout.min_bits, layout.max_bits))
+        with watch("pack"):
+            kind_pages = _pack(quantized, layout)
+        pages |= {page_name(sparse_layer, kind, page): words for page, words in enumerate(kind_pages)}
         remember[f"importance/{name}"] = importance_EC
     progress("quantize", len(KINDS) * (sparse_layer + 1), num_steps)
     return pages, remember | {"sensitivity": np.stack(sensitivity_UEQ, axis=1)}
 
 
-def _quantize(
-    w_ENC: np.ndarray, importance_EC: np.ndarray, kind: int, layout: BlockLayout, sparse_layer: int, name: str
-) -> tuple[Arrays, np.ndarray]:
-    """Returns the pages of one kind of linear-block by array name, and s of eq. 2, float64 [E, Q]."""
-    quantized = quantize(w_ENC, importance_EC, layout.min_bits, layout.max_bits, name=name)
-    pages = {
-        page_name(sparse_layer, kind, page): pack_page(quantized.codes_ENC, quantized.luts.get(page + 1), page, layout)
+def _pack(quantized: AnyPrecision, layout: BlockLayout) -> list[np.ndarray]:
+    """Returns all pages of one kind of linear-block, in host memory."""
+    pack = _pack_on_device if isinstance(quantized.codes_ENC, jax.Array) else pack_page
+    return [
+        np.asarray(pack(quantized.codes_ENC, quantized.luts.get(page + 1), page, layout))
         for page in range(layout.max_bits)
-    }
-    return pages, sensitivity(w_ENC, quantized, importance_EC, layout.min_bits, layout.max_bits)
+    ]
+
+
+_pack_on_device = jax.jit(pack_page, static_argnums=(2, 3))

@@ -71,6 +71,7 @@ class Job:
             "calibration": asdict(manifest.calibration),
             "choice of tokens": hashlib.sha256(self.sequences_NS.tobytes()).hexdigest(),
             "version": {"format": FORMAT_VERSION, "layout": LAYOUT_VERSION} | manifest.versions,
+            "device": jax.local_devices()[0].device_kind,
         }
 
 
@@ -182,6 +183,11 @@ def costs(job: Job) -> Costs:
 
 def _nbytes(shapes: Any) -> int:
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def device_peak_bytes() -> int:
+    """Returns the most that this process has held on JAX's default device; 0 where that is host memory."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def check_disk(job: Job, needed_bytes: int) -> None:

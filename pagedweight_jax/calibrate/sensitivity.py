@@ -3,14 +3,19 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import ModuleType
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.calibrate.any_precision import AnyPrecision, positive_importance
+from pagedweight_jax.calibrate.any_precision import CHUNK_ROWS, AnyPrecision, positive_importance
+from pagedweight_jax.calibrate.clusters import Array
 
 
 def sensitivity(
-    w_ENC: np.ndarray, ap: AnyPrecision, importance_EC: np.ndarray, min_bits: int, max_bits: int
+    w_ENC: Array, ap: AnyPrecision, importance_EC: np.ndarray, min_bits: int, max_bits: int
 ) -> np.ndarray:
     """Returns float64[E, Q]: s_i^b = sum_nc h_c (W_nc - W^b_nc)^2 of every block, for b = min_bits .. max_bits.
 
@@ -18,19 +23,44 @@ def sensitivity(
 
     Args:
       w_ENC: the source weights.
-      ap: their any-precision form.
+      ap: their any-precision form; measured where it lies.
       importance_EC: h, each column's importance (see ``hessian``).
       min_bits, max_bits: the bitwidths, all of them in ``ap``.
     """
     h_EC = positive_importance(importance_EC)
-    s_EQ = np.empty((len(w_ENC), max_bits - min_bits + 1))
+    shifts = [ap.max_bits - bits for bits in range(min_bits, max_bits + 1)]
+    luts = [ap.luts[bits] for bits in range(min_bits, max_bits + 1)]
+    if isinstance(ap.codes_ENC, jax.Array):
+        with jax.enable_x64(True):
+            return np.asarray(_errors_on_device(w_ENC, h_EC, ap.codes_ENC, luts, tuple(shifts)))
 
-    def measure(e: int) -> None:
-        for q, bits in enumerate(range(min_bits, max_bits + 1)):
-            codes_NC = (ap.codes_ENC[e] >> (ap.max_bits - bits)).astype(np.intp)
-            error_NC = np.take_along_axis(ap.luts[bits][e].astype(np.float64), codes_NC, axis=1) - w_ENC[e]
-            s_EQ[e, q] = np.square(error_NC, out=error_NC).sum(0) @ h_EC[e]
+    def measure(e: int) -> list[np.ndarray]:
+        error_Q = np.zeros(len(luts))
+        for n in range(0, w_ENC.shape[1], CHUNK_ROWS):  # its tables stay in a processor's caches
+            chunk = slice(n, n + CHUNK_ROWS)
+            lut_of = [lut_ENK[e, chunk] for lut_ENK in luts]
+            w_RC = np.asarray(w_ENC[e, chunk], np.float32)
+            error_Q += _errors(np, w_RC, h_EC[e], ap.codes_ENC[e, chunk], lut_of, shifts)
+        return error_Q
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(measure, range(len(w_ENC))))
-    return s_EQ
+        return np.stack(list(pool.map(measure, range(len(w_ENC)))))
+
+
+def _errors(xp: ModuleType, w_RC: Array, h_C: Array, codes_RC: Array, luts: list[Array], shifts: list[int]) -> Array:
+    errors = []
+    for lut_RK, shift in zip(luts, shifts):
+        R, K = lut_RK.shape
+        index_RC = (codes_RC >> shift).astype(np.int64) + K * np.arange(R)[:, None]
+        off_RC = lut_RK.reshape(-1).astype(np.float64)[index_RC] - w_RC
+        errors.append((off_RC * off_RC).sum(0) @ h_C)
+    return xp.stack(errors)
+
+
+@partial(jax.jit, static_argnums=4)
+def _errors_on_device(w_ENC: jax.Array, h_EC: jax.Array, codes_ENC: jax.Array, luts: list[jax.Array], shifts: tuple):
+    def errors(block):
+        w_NC, h_C, codes_NC, lut_of = block
+        return _errors(jnp, w_NC.astype(jnp.float64), h_C, codes_NC, lut_of, shifts)
+
+    return jax.lax.map(errors, (w_ENC, h_EC, codes_ENC, luts))

@@ -62,8 +62,10 @@ def parse_bits(text: str) -> tuple[int, int]:
 
 def convert(args: argparse.Namespace) -> int:
     from pagedweight_jax.calibrate.convert import run
-    from pagedweight_jax.calibrate.prepare import costs, prepare
+    from pagedweight_jax.calibrate.prepare import costs, device_peak_bytes, prepare
+    from pagedweight_jax.calibrate.stopwatch import Stopwatch
 
+    watch = Stopwatch()
     with progress_bars() as (progress, report):
         job = prepare(
             args.folder,
@@ -81,13 +83,17 @@ def convert(args: argparse.Namespace) -> int:
         if args.dry_run:
             print_costs(expected, args.json)
             return 0
-        checkpoint = run(job, progress=progress, report=report)
+        checkpoint = run(job, progress=progress, report=report, watch=watch)
+        expected["seconds"], expected["device_peak_bytes"] = watch.seconds, device_peak_bytes()
         expected["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         held = "in memory" if expected["hidden_in_memory"] else "in a file"
         report(
             f"peak host memory {format_size(expected['peak_bytes'])}: one layer of up to "
             f"{format_size(expected['layer_bytes'])}, {format_size(expected['hidden_bytes'])} of hidden states {held}"
         )
+        if expected["device_peak_bytes"]:
+            report(f"peak device memory {format_size(expected['device_peak_bytes'])}")
+        report("seconds: " + ", ".join(f"{stage} {spent:.1f}" for stage, spent in watch.seconds.items()))
     return print_checkpoint(checkpoint, args.json, {"conversion": expected})
 
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -217,3 +218,14 @@ def test_impossible_layouts_are_refused(field, value, message):
     layout = BlockLayout(8, 64, True, 3, 6, 1 << 12)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(layout, **{field: value})
+
+
+@pytest.mark.parametrize(("rows", "columns", "interleaved"), [(48, 96, True), (32, 1408, False)])
+def test_jax_packs_the_same_pages(rows, columns, interleaved):
+    layout = make_layout(rows, columns, interleaved, (2, 4))
+    codes_ENC, luts = random_block(layout, num_blocks=2)
+    on_device = [jnp.asarray(codes_ENC), {bits: jnp.asarray(lut_ENK) for bits, lut_ENK in luts.items()}]
+    for page, expected in zip(all_pages(*on_device, layout), all_pages(codes_ENC, luts, layout)):
+        assert isinstance(page, jax.Array)
+        np.testing.assert_array_equal(page, expected)
+        assert page.dtype == expected.dtype == np.uint32
