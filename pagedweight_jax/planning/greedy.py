@@ -121,8 +121,8 @@ def _actions(signed_damage_LEUR: np.ndarray, size_UR: np.ndarray, start_LEU: np.
     return Actions(cost_LEUR=cost_LEUR, size_UR=size_UR, start_LEU=start_LEU)
 
 
-def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) -> list[np.ndarray]:
-    """Returns, for every stage, how many bits each block loses: the cheapest steps that release the target, or all.
+def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) -> list[tuple[np.ndarray, int]]:
+    """Returns, for every stage, how many bits each block loses and the bytes: the cheapest steps to the target, or all.
 
     All stages share one order of the steps and differ in what they may take of it.
 
@@ -134,11 +134,15 @@ def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) ->
     order = greedy_order(actions, 2 * actions.least_steps(target_bytes))
     selected = []
     for most_LEU in most_SLEU:
-        lost_LEU = _cheapest(order, most_LEU, target_bytes)
-        if lost_LEU is None and not order.complete and actions.bytes_of(most_LEU) > target_bytes:
-            order = greedy_order(actions, actions.cost_LEUR.size)  # its head held too little that this stage may take
-            lost_LEU = _cheapest(order, most_LEU, target_bytes)
-        selected.append(most_LEU if lost_LEU is None else lost_LEU)
+        lost_LEU, released_bytes = _cheapest(order, most_LEU, target_bytes)
+        if released_bytes < target_bytes and not order.complete:
+            all_bytes = actions.bytes_of(most_LEU)
+            if all_bytes <= target_bytes:
+                lost_LEU, released_bytes = most_LEU, all_bytes
+            else:  # the head of the order held too little that this stage may take
+                order = greedy_order(actions, actions.cost_LEUR.size)
+                lost_LEU, released_bytes = _cheapest(order, most_LEU, target_bytes)
+        selected.append((lost_LEU, released_bytes))
     return selected
 
 
@@ -180,9 +184,11 @@ def greedy_order(actions: Actions, num_steps: int) -> Steps:
     )
 
 
-def _cheapest(order: Steps, most_LEU: np.ndarray, target_bytes: int) -> np.ndarray | None:
-    """Returns how many bits each block loses by the first allowed steps that meet the target, None if they do not."""
+def _cheapest(order: Steps, most_LEU: np.ndarray, target_bytes: int) -> tuple[np.ndarray, int]:
+    """Returns how many bits each block loses by the first allowed steps that meet the target, or all, and the bytes."""
     allowed_n = np.flatnonzero(order.nth_n < most_LEU.reshape(-1)[order.block_n])
     cumulative_bytes = np.cumsum(order.size_n[allowed_n])
-    num_steps = np.searchsorted(cumulative_bytes, target_bytes) + (target_bytes > 0)
-    return None if num_steps > len(allowed_n) else order.per_block(allowed_n[:num_steps])
+    if target_bytes <= 0 or not len(allowed_n):
+        return np.zeros(order.shape_LEU, np.uint8), 0
+    last = min(np.searchsorted(cumulative_bytes, target_bytes), len(allowed_n) - 1)
+    return order.per_block(allowed_n[: last + 1]), int(cumulative_bytes[last])

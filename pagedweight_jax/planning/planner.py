@@ -63,10 +63,16 @@ def plan_step(
     most_SLEU = bits_LEU - np.minimum(bits_LEU, floor_SLEU)
     actions = score_actions(bits_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
     lost = greedy_select(actions, most_SLEU, max(target_bytes, observation.kv.block_bytes))
-    for stage, lost_LEU in zip(stages, lost, strict=True):
-        plan = MovePlan.between(bits_LEU, bits_LEU - lost_LEU, bytes_UQ, calibration.min_bits)
+    queue = replace(queue, damage_LEUR=damage_LEUR)
+    for stage, (lost_LEU, stage_bytes) in zip(stages, lost, strict=True):
+        plan = MovePlan(
+            old_LEU=bits_LEU,
+            new_LEU=bits_LEU - lost_LEU,
+            bytes_UQ=bytes_UQ,
+            min_bits=calibration.min_bits,
+            total_released_bytes=stage_bytes,
+        )
         queue = refresh_plan_queue(queue, stage, plan)
-
     plan = select_best_plan(queue, target_bytes) if pressure_triggered(observation.kv, config) else None
     return (queue, None) if plan is None else (remember_lowered(queue, plan, observation.boundary), plan)
 
@@ -81,7 +87,8 @@ def plan_reload(
     ``hysteresis_boundaries`` boundaries. Under a steady load both fall silent. Damage is what ``plan_step`` goes by.
 
     Args:
-      table, observation, calibration, queue, config: as for ``plan_step``.
+      table, observation, calibration, config: as for ``plan_step``.
+      queue: as ``plan_step`` returned it at this boundary.
     """
     bits_LEU, bytes_UQ = table.desired_LEU, table.bytes_UQ
     size_UR = released_bytes(bytes_UQ)
@@ -91,8 +98,10 @@ def plan_reload(
     settled_LEU = observation.boundary - queue.lowered_at_LEU > config.hysteresis_boundaries
     if not (settled_LEU & (bits_LEU < calibration.max_bits)).any():
         return None
-    bucket_LE = expert_buckets(observation, calibration, effective_policy(calibration, config))
-    damage_LEUR = score_damage(observation, calibration, bucket_LE, bytes_UQ, config)
+    damage_LEUR = queue.damage_LEUR
+    if damage_LEUR is None:
+        bucket_LE = expert_buckets(observation, calibration, effective_policy(calibration, config))
+        damage_LEUR = score_damage(observation, calibration, bucket_LE, bytes_UQ, config)
     actions = score_raises(bits_LEU, settled_LEU, damage_LEUR, size_UR, calibration.min_bits)
     raised_LEU = bits_LEU + greedy_fill(actions, available_bytes)
     plan = MovePlan.between(bits_LEU, raised_LEU, bytes_UQ, calibration.min_bits)
@@ -122,7 +131,9 @@ def initial_bits(
         )
     damage_LEUR = predicted_damage(prior_damage(calibration, bytes_UQ, global_sensitivity))
     actions = score_actions(full_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
-    [lost_LEU] = greedy_select(actions, (full_LEU - np.uint8(calibration.min_bits))[None], full_bytes - budget_bytes)
+    [(lost_LEU, _)] = greedy_select(
+        actions, (full_LEU - np.uint8(calibration.min_bits))[None], full_bytes - budget_bytes
+    )
     return full_LEU - lost_LEU
 
 

@@ -18,17 +18,28 @@ class MovePlan:
       old_LEU, new_LEU: uint8, all desired bits before and after.
       bytes_UQ: int64, M_u^b, Q from min_bits.
       min_bits: the smallest supported bitwidth.
+      total_released_bytes: Δ of all changes.
     """
 
     old_LEU: np.ndarray
     new_LEU: np.ndarray
     bytes_UQ: np.ndarray
     min_bits: int
+    total_released_bytes: int
 
     @classmethod
     def between(cls, old_LEU: np.ndarray, new_LEU: np.ndarray, bytes_UQ: np.ndarray, min_bits: int) -> "MovePlan":
         """Returns the plan that turns the bits ``old_LEU`` into ``new_LEU``."""
-        return cls(old_LEU=old_LEU, new_LEU=new_LEU, bytes_UQ=bytes_UQ, min_bits=min_bits)
+        U, Q = bytes_UQ.shape
+        first_U = np.arange(0, U * Q, Q) - min_bits
+        old_bytes, new_bytes = (int(bytes_UQ.reshape(-1)[bits_LEU + first_U].sum()) for bits_LEU in (old_LEU, new_LEU))
+        return cls(
+            old_LEU=old_LEU,
+            new_LEU=new_LEU,
+            bytes_UQ=bytes_UQ,
+            min_bits=min_bits,
+            total_released_bytes=old_bytes - new_bytes,
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -55,16 +66,6 @@ class MovePlan:
         kind = self.blocks[:, 2]
         return self.bytes_UQ[kind, self.from_bits - self.min_bits] - self.bytes_UQ[kind, self.to_bits - self.min_bits]
 
-    @property
-    def total_released_bytes(self) -> int:
-        return self._total_bytes(self.old_LEU) - self._total_bytes(self.new_LEU)
-
-    def _total_bytes(self, bits_LEU: np.ndarray) -> int:
-        U, Q = self.bytes_UQ.shape
-        first_U = np.arange(U, dtype=np.uint8) * np.uint8(Q) - np.uint8(self.min_bits)
-        counts = np.bincount((bits_LEU + first_U).reshape(-1), minlength=U * Q)
-        return int(counts @ self.bytes_UQ.reshape(-1))
-
     def apply(self, bits_LEU: np.ndarray) -> np.ndarray:
         """Returns a copy of the desired bits with the plan carried out."""
         return np.where(self.old_LEU != self.new_LEU, self.new_LEU, bits_LEU)
@@ -78,11 +79,13 @@ class PlanQueue:
       initial_LEU: bits at the start of serving, from which depth caps count.
       lowered_at_LEU: float64, the last boundary whose plan lowered the block, -inf if none did.
       plans: the newest plan of each stage, strictest first.
+      damage_LEUR: d of every one-bit reduction at the newest boundary, None before the first.
     """
 
     initial_LEU: np.ndarray
     lowered_at_LEU: np.ndarray
     plans: dict[FloorStage, MovePlan] = field(default_factory=dict)
+    damage_LEUR: np.ndarray | None = None
 
     @classmethod
     def start(cls, initial_LEU: np.ndarray) -> "PlanQueue":

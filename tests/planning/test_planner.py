@@ -89,9 +89,12 @@ def test_plain_ratios_would_take_a_step_before_the_one_that_it_builds_on():
     all_SLEU = np.full((1, 1, 1, 2), 2, np.uint8)
     actions = score_actions(np.full((1, 1, 2), 5, np.uint8), damage_LEUR, np.array([[10, 10], [4, 4]]), 5)
     np.testing.assert_array_equal(actions.cost_LEUR, [[[[1.5, 3.0], [2.0, 2.0]]]])
-    np.testing.assert_array_equal(greedy_select(actions, all_SLEU, 4), [[[[1, 0]]]])
+    [(lost_LEU, released_bytes)] = greedy_select(actions, all_SLEU, 4)
+    np.testing.assert_array_equal(lost_LEU, [[[1, 0]]])
+    assert released_bytes == 10
     plain = replace(actions, cost_LEUR=damage_LEUR / actions.size_UR.astype(np.float32))
-    np.testing.assert_array_equal(greedy_select(plain, all_SLEU, 4), [[[[0, 2]]]])
+    [(lost_LEU, _)] = greedy_select(plain, all_SLEU, 4)
+    np.testing.assert_array_equal(lost_LEU, [[[0, 2]]])
 
 
 def test_strictest_stage_that_meets_the_target_wins(planning):

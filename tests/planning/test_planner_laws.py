@@ -157,10 +157,13 @@ def test_brute_force(planning, seed, kind, target_bytes):
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=seeds, available_bytes=st.integers(0, 160))
-def test_reload_goes_by_the_same_damage(planning, seed, available_bytes):
+@given(seed=seeds, planned=st.booleans(), available_bytes=st.integers(0, 160))
+def test_reload_goes_by_the_same_damage(planning, seed, planned, available_bytes):
     world, queue = draw(planning, seed, "rich")
     observation = planning.observe(1 + available_bytes, world=world)
+    if planned:
+        queue, _ = plan_step(world.table, observation, world.calibration, queue, CONFIG)
+        np.testing.assert_array_equal(queue.damage_LEUR, damage_of(planning, world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(greedy, "HEAD_STEPS", 1)
         plan = plan_reload(world.table, observation, world.calibration, queue, CONFIG)
