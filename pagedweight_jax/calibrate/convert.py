@@ -81,7 +81,10 @@ def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch
         del outer, dense
     for layer in range(config.num_layers):
         if not draft.finished(_step(layer)):
-            arrays = convert_layer(source, job.manifest, layer, hidden, MIN_TOKENS, progress, watch)
+            with watch("read"):
+                w = hf.read_layer(source, layer)
+            arrays = convert_layer(w, job.manifest, layer, hidden, MIN_TOKENS, progress, watch)
+            del w
             with watch("write"):
                 draft.commit(_step(layer), *arrays)
             del arrays

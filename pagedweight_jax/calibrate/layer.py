@@ -13,7 +13,6 @@ from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_laye
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.sensitivity import sensitivity
 from pagedweight_jax.calibrate.stopwatch import Stopwatch
-from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.manifest import PagedManifest, page_name
 from pagedweight_jax.checkpoint.paged import Progress
@@ -29,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def convert_layer(
-    source: hf.Source,
+    w: LayerWeights,
     manifest: PagedManifest,
     layer: int,
     hidden: HiddenStates,
@@ -43,7 +42,7 @@ def convert_layer(
     [E, D], importance/down [E, F], uncalibrated [E], tokens [E].
 
     Args:
-      source: the model's files.
+      w: its weights, with the experts.
       manifest: bits and layouts.
       layer: among all layers.
       hidden: holds what enters the layer; what leaves it is written there if a later layer needs it.
@@ -54,8 +53,6 @@ def convert_layer(
     Raises:
       UserError: a weight or an activation is not finite.
     """
-    with watch("read"):
-        w = hf.read_layer(source, layer)
     with watch("calibrate"):
         moments = _calibrate(manifest, layer, w, hidden, progress)
     groups, remember = [], {}
