@@ -14,13 +14,13 @@ import numpy as np
 NUM_FEATURES = 3
 """X: φ is the routing-weighted mean norm, the routing-weighted RMS norm and the largest norm of a block's inputs."""
 
-TINY = np.float32(1e-30)
+TINY = np.float32(1e-12)
 """Stands for 0 under the logarithm."""
 
 CACHED_FLOATS = 1 << 16
 """Requests are merged a few at a time, so that their arrays stay in the processor's cache."""
 
-FORGOTTEN = 1e-20
+FORGOTTEN = 1e-6
 """An expert whose mass has decayed to this counts as one that the request never used."""
 
 
