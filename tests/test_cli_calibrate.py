@@ -80,7 +80,9 @@ def test_json_is_what_the_policy_holds(run_cli, copy):
         ("down", 5),
         ("down", 4),
     ]
-    assert summary["what_comes_after"]["tokens_before"] == 32
+    assert summary["foresight"]["tokens_before"] == 32
+    assert summary["foresight"]["cost"]["g"] == [1, 1, 1]
+    assert summary["search"] == {}
 
 
 def test_another_text_gives_another_policy(run_cli, copy, tmp_path):
@@ -117,12 +119,29 @@ def test_a_run_that_was_cut_short_goes_on(run_cli, copy, tmp_path, monkeypatch):
     assert names(tmp_path) == ["tiny"]
 
 
+def test_a_search_keeps_a_journal_and_what_is_better(run_cli, copy, tmp_path):
+    journal = tmp_path / "search.jsonl"
+    code, out, _ = run_cli("calibrate", copy, *SMALL, "--search", journal, "--json")
+    assert code == 0
+    found = json.loads(out)["search"]
+    lines = journal.read_text().splitlines()
+    assert found["trials"] <= len(lines) - 1
+    assert found["relative"] <= 1
+    policy = (copy / "policy.json").read_bytes()
+    run_cli("calibrate", copy, *SMALL, "--search", journal)
+    assert journal.read_text().splitlines() == lines  # nothing is tried twice
+    assert (copy / "policy.json").read_bytes() == policy
+    assert "of a search on" in refused(run_cli("calibrate", copy, *SMALL, "--search", journal, "--seed", "1"))
+    assert (copy / "policy.json").read_bytes() == policy
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         (("--samples", "1"), "need 2 samples at least, one to fit and one to try it on, got 1"),
         (("--sequence-length", "63"), "must be a multiple of 4 tokens and within the model's context of 512, got 63"),
         (("--sequence-length", "1024"), "within the model's context of 512, got 1024 (--sequence-length)"),
+        (("--samples", "3", "--search", "journal.jsonl"), "a search needs 4 samples, 2 to tune on and 2 to confirm"),
         (("--samples", "5000", "--sequence-length", "64"), "calibration text too short"),
         (("--text", "missing.txt"), "missing.txt: cannot be read"),
         (("--seed", "-1"), "a seed of 0 or more"),

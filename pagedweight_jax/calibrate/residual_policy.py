@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy to begin with, and how well the planner's damage predicts what comes after.
+"""The policy to begin with, and what it is worth: damage that the planner chooses before it comes.
 
 No search is needed for a sensible policy. The damage of a block follows its usage, so the multiplier of a routing
 bucket is the relative mass at its centre, and the buckets are narrow. What is left to choose, how many tokens the text
-counts before a request's first and how strongly the prompt residual counts, is what predicts best: the planner sees the
-first half of a sequence and says what the second half will suffer.
+counts before a request's first and how strongly the prompt residual counts, is tried out, without an engine: the
+planner sees the first half of a sequence and lowers blocks; the second half says what that costs.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from pagedweight_jax.calibrate.sequences import SequenceStatistics
 from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.planning.calibration import Calibration, ResidualHeads
 from pagedweight_jax.planning.observation import KVPressure, Observation
+from pagedweight_jax.planning.planner import plan_step
 from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
+from pagedweight_jax.planning.queue import PlanQueue
 from pagedweight_jax.planning.scoring import effective_policy, expert_buckets, score_damage
 from pagedweight_jax.planning.signals import RequestSignals
 
@@ -33,6 +35,9 @@ OCTAVES, BUCKETS_PER_OCTAVE = 4, 4
 
 PRIOR_TOKENS = (32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0)
+
+SHARES = (0.25, 0.5, 0.75)
+"""Memory targets, as shares of the bytes that all blocks together can release."""
 
 
 def usage_buckets() -> Policy:
@@ -47,76 +52,123 @@ def usage_buckets() -> Policy:
     )
 
 
-def first_policy(
-    statistics: SequenceStatistics, span_tokens: int, fallback_LEUR: np.ndarray, heads: ResidualHeads
-) -> tuple[Policy, dict]:
-    """Returns the policy that best predicts the second halves of the sequences from the first, and how well: JSON.
-
-    Args:
-      statistics: sequences of at least 2 spans; else nothing comes after, and the policy's defaults stay.
-      span_tokens: tokens of a span.
-      fallback_LEUR: as for ``text_means``.
-      heads: the prompt residual's.
-    """
-    policy = usage_buckets()
-    num_spans = statistics.mass_NZLE.shape[1]
-    if num_spans < 2:
-        return policy, {}
-    halves = Halves(statistics, span_tokens, fallback_LEUR, heads)
-    usage_only = {p: halves.score(replace(policy, prior_tokens=p, alpha=0.0)) for p in PRIOR_TOKENS}
-    policy = replace(policy, prior_tokens=min(PRIOR_TOKENS, key=lambda p: usage_only[p]["error"]))
-    by_alpha = {a: halves.score(replace(policy, alpha=a)) for a in ALPHAS}
-    policy = replace(policy, alpha=min(ALPHAS, key=lambda a: by_alpha[a]["error"]))
-    return policy, {
-        "tokens_before": halves.tokens,
-        "g": halves.score(NEUTRAL_POLICY),
-        "usage": by_alpha[0.0],
-        "prompt": by_alpha[policy.alpha],
-        "error_by_prior_tokens": {str(p): score["error"] for p, score in usage_only.items()},
-        "error_by_alpha": {str(a): score["error"] for a, score in by_alpha.items()},
-    }
+GLOBAL_DAMAGE_ALONE = replace(NEUTRAL_POLICY, alpha=0.0)
 
 
+@dataclass(frozen=True)
 class Halves:
     """First halves of sequences as requests, second halves as what they suffer.
 
     Attributes:
       tokens: of a first half.
+      signals_N: what the first halves showed.
+      after_NLEUR: damage of each one-bit reduction to the second halves.
+      means_N: of text without the sequence.
+      heads: the prompt residual's.
+      bytes_UQ: M_u^b for b = min_bits .. max_bits.
+      max_bits: from which the planner lowers.
     """
 
-    def __init__(
-        self, statistics: SequenceStatistics, span_tokens: int, fallback_LEUR: np.ndarray, heads: ResidualHeads
-    ):
+    tokens: int
+    signals_N: tuple[RequestSignals, ...]
+    after_NLEUR: np.ndarray
+    means_N: tuple[TextMeans, ...]
+    heads: ResidualHeads
+    bytes_UQ: np.ndarray
+    max_bits: int
+
+    @classmethod
+    def of(
+        cls,
+        statistics: SequenceStatistics,
+        span_tokens: int,
+        fallback_LEUR: np.ndarray,
+        heads: ResidualHeads,
+        bytes_UQ: np.ndarray,
+        max_bits: int,
+    ) -> "Halves":
+        """Returns the halves of sequences of at least 2 spans, each judged by the means of the others."""
         num_spans = statistics.mass_NZLE.shape[1]
-        self.tokens = num_spans // 2 * span_tokens
-        self._heads = heads
-        self._before = merge_spans(statistics, 0, num_spans // 2)
-        self._after_NLEUR = merge_spans(statistics, num_spans // 2, num_spans).damage_NZLEUR[:, 0]
+        tokens = num_spans // 2 * span_tokens
+        before = merge_spans(statistics, 0, num_spans // 2)
         whole = whole_sequences(statistics)
-        self._means = [(text_means(whole.take(fitted), fallback_LEUR), held) for fitted, held in folds(len(whole))]
+        means = {}
+        for fitted, held in folds(len(whole)):
+            means |= dict.fromkeys(held.tolist(), text_means(whole.take(fitted), fallback_LEUR))
+        return cls(
+            tokens=tokens,
+            signals_N=tuple(request_signals(before, n, tokens) for n in range(len(before))),
+            after_NLEUR=merge_spans(statistics, num_spans // 2, num_spans).damage_NZLEUR[:, 0],
+            means_N=tuple(means[n] for n in range(len(whole))),
+            heads=heads,
+            bytes_UQ=bytes_UQ,
+            max_bits=max_bits,
+        )
 
-    def score(self, policy: Policy) -> dict[str, float]:
-        """Returns the error (root mean square of log predicted / measured, up to a factor common to a sequence) and
-        the rank correlation, both within a sequence, as the planner compares, and averaged over sequences."""
-        errors, ranks = [], []
-        for predicted_LEUR, measured_LEUR in self._predictions(policy):
-            used_LEUR = (measured_LEUR > 0) & (predicted_LEUR > 0)
-            log_ratio = np.log(predicted_LEUR[used_LEUR] / measured_LEUR[used_LEUR])
-            errors.append(log_ratio.var())
-            ranks.append(rank_correlation(predicted_LEUR[used_LEUR], measured_LEUR[used_LEUR]))
-        return {"error": float(np.sqrt(np.mean(errors))), "spearman": float(np.mean(ranks))}
+    def costs(self, policy: Policy) -> tuple[float, ...]:
+        """Returns the mean damage to the second halves when the planner releases each of ``SHARES`` of the bytes.
 
-    def _predictions(self, policy: Policy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for means, held in self._means:
-            calibration = planner_calibration(means, self._heads, policy)
-            for n in held:
-                signals = request_signals(self._before, n, self.tokens)
-                yield planner_damage(calibration, signals), self._after_NLEUR[n]
+        Infinite where the policy does not let it release as much.
+        """
+        L, E, _, R = self.after_NLEUR.shape[1:]
+        releasable_bytes = L * E * int((self.bytes_UQ[:, -1] - self.bytes_UQ[:, 0]).sum())
+        cost_NT = np.empty((len(self.signals_N), len(SHARES)))
+        for n, (signals, after_LEUR) in enumerate(zip(self.signals_N, self.after_NLEUR)):
+            calibration = self._calibration(n, policy)
+            for t, share in enumerate(SHARES):
+                lost_LEU = lowered_by(calibration, signals, self.bytes_UQ, int(share * releasable_bytes))
+                met = lost_LEU is not None
+                cost_NT[n, t] = after_LEUR[np.arange(R) < lost_LEU[..., None]].sum() if met else np.inf
+        return tuple(cost_NT.mean(axis=0).tolist())
+
+    def rank_correlation(self, policy: Policy) -> float:
+        """Returns Spearman's coefficient of predicted and measured damage of a second half, averaged over sequences."""
+        ranks = []
+        for n, (signals, after_LEUR) in enumerate(zip(self.signals_N, self.after_NLEUR)):
+            predicted_LEUR, used_LEUR = planner_damage(self._calibration(n, policy), signals), after_LEUR > 0
+            ranks.append(rank_correlation(predicted_LEUR[used_LEUR], after_LEUR[used_LEUR]))
+        return float(np.mean(ranks))
+
+    def _calibration(self, n: int, policy: Policy) -> Calibration:
+        return planner_calibration(self.means_N[n], self.heads, policy, self.max_bits)
 
 
-def planner_calibration(means: TextMeans, heads: ResidualHeads | None, policy: Policy) -> Calibration:
-    """Returns what the planner works from, with no error at the largest bitwidth, which is called 8 bits."""
-    max_bits = 8
+def first_policy(halves: Halves) -> Policy:
+    """Returns the policy of ``usage_buckets`` whose prior and alpha cost the least after global damage alone."""
+    reference = np.array(halves.costs(GLOBAL_DAMAGE_ALONE))
+
+    def cheapest(policies: Sequence[Policy]) -> Policy:
+        return min(policies, key=lambda policy: np.mean(halves.costs(policy) / reference))
+
+    by_prior = cheapest([replace(usage_buckets(), prior_tokens=p, alpha=0.0) for p in PRIOR_TOKENS])
+    return cheapest([replace(by_prior, alpha=alpha) for alpha in ALPHAS])
+
+
+def foresight_report(halves: Halves, policy: Policy) -> dict:
+    """Returns what routing and prompt are worth, JSON: costs relative to global damage alone, and rank correlations."""
+    steps = {"g": GLOBAL_DAMAGE_ALONE, "routing": replace(policy, alpha=0.0), "prompt": policy}
+    reference = np.array(halves.costs(GLOBAL_DAMAGE_ALONE))
+    return {
+        "tokens_before": halves.tokens,
+        "shares": list(SHARES),
+        "cost": {name: np.round(halves.costs(one) / reference, 4).tolist() for name, one in steps.items()},
+        "spearman": {name: round(halves.rank_correlation(one), 4) for name, one in steps.items()},
+    }
+
+
+# The planner, run on numbers
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What the planner reads of a page table."""
+
+    desired_LEU: np.ndarray
+    bytes_UQ: np.ndarray
+
+
+def planner_calibration(means: TextMeans, heads: ResidualHeads | None, policy: Policy, max_bits: int) -> Calibration:
+    """Returns what the planner works from; errors count from the largest bitwidth's."""
     zero_LEU1 = np.zeros((*means.damage_LEUR.shape[:-1], 1))
     return Calibration(
         sensitivity_LEUQ=np.concatenate([zero_LEU1, np.cumsum(means.damage_LEUR, axis=-1)], axis=-1)[..., ::-1],
@@ -129,11 +181,32 @@ def planner_calibration(means: TextMeans, heads: ResidualHeads | None, policy: P
     )
 
 
+def _observation(requests: tuple[RequestSignals, ...], block_bytes: int) -> Observation:
+    kv = KVPressure(free_blocks=0, pending_blocks=0, releasing_blocks=0, block_bytes=block_bytes)
+    return Observation(boundary=0, kv=kv, requests=requests, kv_blocks=(1,) * len(requests))
+
+
+def lowered_by(
+    calibration: Calibration, signals: RequestSignals, bytes_UQ: np.ndarray, target_bytes: int
+) -> np.ndarray | None:
+    """Returns the bits that each block loses, uint8 [L, E, U], when all have max bits and the planner meets a target.
+
+    None if the policy does not let it.
+    """
+    full_LEU = np.full(calibration.sensitivity_LEUQ.shape[:-1], calibration.max_bits, np.uint8)
+    observation = _observation((signals,), target_bytes)  # D is one block: none is free, and none need be
+    config = PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=0)
+    table = _Blocks(desired_LEU=full_LEU, bytes_UQ=bytes_UQ)
+    _, plan = plan_step(table, observation, calibration, PlanQueue.start(full_LEU), config)
+    if plan is None or plan.total_released_bytes < target_bytes:
+        return None
+    return full_LEU - plan.apply(full_LEU)
+
+
 def planner_damage(calibration: Calibration, *requests: RequestSignals) -> np.ndarray:
     """Returns the planner's predicted damage, [L, E, U, R], for requests that hold as many KV blocks each."""
     config = PlannerConfig()
-    kv = KVPressure(free_blocks=0, pending_blocks=0, releasing_blocks=0, block_bytes=1)
-    observation = Observation(boundary=0, kv=kv, requests=requests, kv_blocks=(1,) * len(requests))
+    observation = _observation(requests, block_bytes=1)
     bucket_LE = expert_buckets(observation, calibration, effective_policy(calibration, config))
     unused_UQ = np.zeros((2, calibration.sensitivity_LEUQ.shape[-1]), np.int64)  # sizes matter without sensitivities
     return score_damage(observation, calibration, bucket_LE, unused_UQ, config)

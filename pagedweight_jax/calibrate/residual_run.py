@@ -2,6 +2,7 @@
 """From a paged checkpoint and text to its online policy: checked first, measured layer by layer, resumable."""
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -11,16 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from pagedweight_jax.calibrate.residual import HeldOut, cross_fit, text_means, whole_sequences
-from pagedweight_jax.calibrate.residual_policy import first_policy
+from pagedweight_jax.calibrate.residual_policy import Halves, first_policy, foresight_report
 from pagedweight_jax.calibrate.residual_report import held_out_report
-from pagedweight_jax.calibrate.sequences import measure_sequences
+from pagedweight_jax.calibrate.search import default_moves, search
+from pagedweight_jax.calibrate.sequences import SequenceStatistics, measure_sequences
 from pagedweight_jax.calibrate.text import BETWEEN, choose_sequences, read_text, tokenize
 from pagedweight_jax.checkpoint.draft import open_draft
 from pagedweight_jax.checkpoint.manifest import MANIFEST
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress, sha256_of
 from pagedweight_jax.checkpoint.policy import OnlinePolicy, PolicyRun
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.paging.table import bytes_table
 from pagedweight_jax.planning.damage import global_damage
+from pagedweight_jax.planning.policy import Policy
 
 SPANS = 4
 """Of equal length, in which the statistics of a sequence are kept: what comes before, what comes after."""
@@ -34,11 +38,13 @@ class PolicyJob:
       checkpoint: the model.
       run: the text.
       sequences_NS: its tokens, int32.
+      journal: of the search, None for none.
     """
 
     checkpoint: PagedCheckpoint
     run: PolicyRun
     sequences_NS: np.ndarray
+    journal: Path | None
 
 
 def prepare_policy(
@@ -48,6 +54,7 @@ def prepare_policy(
     samples: int = 100,
     sequence_length: int = 512,
     seed: int = 0,
+    journal: Path | None = None,
 ) -> PolicyJob:
     """Returns the checked measurement; no array is read, nothing is written.
 
@@ -57,6 +64,8 @@ def prepare_policy(
       samples: sequences.
       sequence_length: tokens of each, a multiple of 4.
       seed: of their choice.
+      journal: search for a better policy, on one half of the sequences, and keep it if it is better on the other: every
+        trial is a line of this file, and a search that was stopped goes on from it.
 
     Raises:
       UserError: no text or too little of it, a size that makes no sense, or a checkpoint that cannot be written to.
@@ -69,6 +78,8 @@ def prepare_policy(
             f"calibration: a sequence must be a multiple of {SPANS} tokens and within the model's context of "
             f"{config.max_position_embeddings}, got {sequence_length} (--sequence-length)"
         )
+    if journal is not None and samples < 4:
+        raise UserError(f"calibration: a search needs 4 samples, 2 to tune on and 2 to confirm, got {samples}")
     if samples < 2:
         raise UserError(f"calibration: need 2 samples at least, one to fit and one to try it on, got {samples}")
     if not os.access(checkpoint.path, os.W_OK):
@@ -81,7 +92,7 @@ def prepare_policy(
     sequences_NS = choose_sequences(begin, tokens, samples, sequence_length, seed)
     digest = hashlib.sha256(joined.encode()).hexdigest()
     run = PolicyRun(text_sha256=digest, samples=samples, sequence_length=sequence_length, seed=seed)
-    return PolicyJob(checkpoint, run, sequences_NS)
+    return PolicyJob(checkpoint, run, sequences_NS, journal)
 
 
 def measure_policy(
@@ -97,25 +108,51 @@ def measure_policy(
       progress, report: what the user sees of the work.
 
     Raises:
-      UserError: an array is damaged, the disk is full, or the text uses too few experts.
+      UserError: an array is damaged, the disk is full, the text uses too few experts, or the journal is of another job.
     """
     checkpoint, run = job.checkpoint, job.run
     manifest, span_tokens = checkpoint.manifest, run.sequence_length // SPANS
     inputs = {"checkpoint": sha256_of(checkpoint.path / MANIFEST), "calibration": asdict(run), "spans": SPANS}
     with open_draft(checkpoint.path.with_name(checkpoint.path.name + ".policy"), inputs, report=report) as draft:
         statistics = measure_sequences(checkpoint, job.sequences_NS, span_tokens, draft, progress)
+        whole, fallback_LEUR = whole_sequences(statistics), global_damage(checkpoint.sensitivity)
+        heads, held_out = cross_fit(whole, fallback_LEUR)
+        bytes_UQ = bytes_table(manifest.layouts())
+
+        def halves(of: SequenceStatistics) -> Halves:
+            return Halves.of(of, span_tokens, fallback_LEUR, heads, bytes_UQ, manifest.max_bits)
+
+        policy, searched = first_policy(halves(statistics)), {}
+        if job.journal is not None:
+            policy, searched = _search(statistics, halves, policy, manifest.min_bits, job.journal, json.dumps(inputs))
         shutil.rmtree(draft.folder)
-    whole, fallback_LEUR = whole_sequences(statistics), global_damage(checkpoint.sensitivity)
-    heads, held_out = cross_fit(whole, fallback_LEUR)
-    policy, after = first_policy(statistics, span_tokens, fallback_LEUR, heads)
     means = text_means(whole, fallback_LEUR)
-    online = OnlinePolicy(
+    fit = {
+        "held_out": held_out_report(held_out, heads, manifest.max_bits),
+        "foresight": foresight_report(halves(statistics), policy),
+        "search": searched,
+    }
+    return OnlinePolicy(
         run=run,
         damage_LEUR=means.damage_LEUR,
         mass_LE=means.mass_LE,
         features_LEUX=means.features_LEUX,
         heads=heads,
         policy=policy,
-        fit={"held_out": held_out_report(held_out, heads, manifest.max_bits), "what_comes_after": after},
+        fit=fit,
+    ), held_out
+
+
+def _search(
+    statistics: SequenceStatistics,
+    halves: Callable[[SequenceStatistics], Halves],
+    start: Policy,
+    min_bits: int,
+    journal: Path,
+    subject: str,
+) -> tuple[Policy, dict]:
+    tune, confirm = (halves(statistics.take(np.arange(first, len(statistics), 2))) for first in (0, 1))
+    result = search(
+        tune.costs, default_moves(min_bits), journal, subject=subject, start=start, confirm=confirm.costs
     )
-    return online, held_out
+    return result.policy, result.evidence()

@@ -27,6 +27,12 @@ def add_verbs(verbs) -> None:
     verb.add_argument("--samples", type=int, default=100, help="sequences (default 100)")
     verb.add_argument("--sequence-length", type=int, default=512, help="tokens of each (default 512)")
     verb.add_argument("--seed", type=int, default=0, help="of the choice of sequences (default 0)")
+    verb.add_argument(
+        "--search",
+        metavar="JOURNAL",
+        type=Path,
+        help="search for a better policy; every trial is a line of this file, which an interrupted search goes on from",
+    )
     verb.add_argument("--plot", type=Path, help="draw measured against predicted damage; the suffix says which kind")
     verb.add_argument("--json", action="store_true", help="print JSON")
 
@@ -46,6 +52,7 @@ def calibrate(args: argparse.Namespace) -> int:
             samples=args.samples,
             sequence_length=args.sequence_length,
             seed=args.seed,
+            journal=args.search,
         )
         online, held_out = measure_policy(job, progress=progress, report=report)
         path = write_policy(job.checkpoint, online)
@@ -68,7 +75,7 @@ def print_policy(summary: dict, path: Path) -> None:
     """Prints the policy and how well its predictions fit."""
     console = Console(highlight=False)
     console.print(path, style="bold", markup=False, soft_wrap=True)
-    run, policy, after = summary["run"], summary["policy"], summary["what_comes_after"]
+    run, policy = summary["run"], summary["policy"]
     console.print(
         f"{run['samples']} sequences of {run['sequence_length']} tokens, seed {run['seed']}, "
         f"text {run['text_sha256'][:12]}"
@@ -82,17 +89,35 @@ def print_policy(summary: dict, path: Path) -> None:
     )
     console.print(fit_table(summary["held_out"]))
     meaning = "g: the text's mean. spread: of log(damage / g). confidence: R² beyond routing."
-    console.print(meaning, style="dim")
-    if after:
-        names = {"g": "global damage", "usage": "and routing", "prompt": "and prompt"}
-        scores = ", ".join(f"{names[key]} {after[key]['spearman']:.4f}" for key in names)
-        console.print(f"Rank correlation of what {after['tokens_before']} tokens say of the next: {scores}.")
+    console.print(f"{meaning}\n", style="dim")
+    console.print(foresight_table(summary["foresight"]))
+    if found := summary["search"]:
+        console.print(
+            f"search: {found['trials']} policies, the best costs {found['relative']:.4f} of the first one's damage, "
+            f"{found['relative_on_other_text'] or 1:.4f} on other sequences"
+        )
+
+
+def foresight_table(foresight: dict) -> Table:
+    """Returns what it costs to lower blocks by what is known, a line for each kind of knowledge."""
+    table = _table(f"Damage to what follows {foresight['tokens_before']} tokens, relative to g alone")
+    table.add_column("blocks are lowered by", no_wrap=True)
+    for share in foresight["shares"]:
+        table.add_column(f"{share:.0%} freed", justify="right", no_wrap=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    for name, meaning in {"g": "g alone", "routing": "and routing", "prompt": "and prompt"}.items():
+        costs = (f"{cost:.3f}" for cost in foresight["cost"][name])
+        table.add_row(meaning, *costs, f"{foresight['spearman'][name]:.4f}")
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def fit_table(records: list[dict]) -> Table:
     """Returns one line a kind and one-bit reduction."""
-    title = "R² and rank correlation of the damage of single sequences, held out"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = _table("R² and rank correlation of the damage of single sequences, held out")
     table.add_column("block", no_wrap=True)
     for heading in ("bits", "g alone", "and routing", "and prompt", "spread", "confidence"):
         table.add_column(heading, justify="right", no_wrap=True)

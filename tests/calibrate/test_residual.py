@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompt residual's heads on sequences whose damage is known in closed form."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,13 +19,24 @@ from pagedweight_jax.calibrate.residual import (
     text_means,
     whole_sequences,
 )
-from pagedweight_jax.calibrate.residual_policy import Halves, first_policy, rank_correlation, usage_buckets
+from pagedweight_jax.calibrate.residual_policy import (
+    SHARES,
+    Halves,
+    first_policy,
+    foresight_report,
+    lowered_by,
+    planner_calibration,
+    rank_correlation,
+    usage_buckets,
+)
 from pagedweight_jax.calibrate.residual_report import draw_held_out, held_out_report
 from pagedweight_jax.calibrate.sequences import SequenceStatistics
 from pagedweight_jax.errors import UserError
-from pagedweight_jax.planning.policy import NEUTRAL_POLICY
 
 L, E, U, R, SPAN = 2, 4, 2, 3, 64
+
+BYTES_UQ = np.array([[300, 420, 560, 800], [200, 270, 350, 500]])
+"""Of a block at 3 .. 6 bits."""
 
 
 def synthetic(num_sequences=40, num_spans=4, power=2.0, noise=0.1, drift=0.0, seed=0):
@@ -102,8 +113,8 @@ def test_heads_that_learn_nothing_have_no_confidence():
     np.testing.assert_allclose(held_out.by_prompt_NLEUR, held_out.by_usage_NLEUR, atol=0.02)
     shuffled, _ = synthetic(seed=1)
     statistics, g_LEUR = synthetic()
-    foreign = dataclasses.replace(statistics, norm_NZLEU=shuffled.norm_NZLEU, square_NZLEU=shuffled.square_NZLEU)
-    foreign = dataclasses.replace(foreign, max_NZLEU=shuffled.max_NZLEU)
+    foreign = replace(statistics, norm_NZLEU=shuffled.norm_NZLEU, square_NZLEU=shuffled.square_NZLEU)
+    foreign = replace(foreign, max_NZLEU=shuffled.max_NZLEU)
     assert (cross_fit(whole_sequences(foreign), g_LEUR)[0].confidence_UR < 0.02).all()
 
 
@@ -143,7 +154,7 @@ def test_rare_experts_keep_the_damage_they_had():
     statistics, g_LEUR = synthetic(num_sequences=4)
     tokens_NZLE = statistics.tokens_NZLE.copy()
     tokens_NZLE[:, :, 0, 1] = 1
-    whole = whole_sequences(dataclasses.replace(statistics, tokens_NZLE=tokens_NZLE))
+    whole = whole_sequences(replace(statistics, tokens_NZLE=tokens_NZLE))
     means = text_means(whole, -g_LEUR)
     np.testing.assert_array_equal(means.damage_LEUR[0, 1], -g_LEUR[0, 1])
     assert (np.delete(means.damage_LEUR.reshape(L * E, U, R), 1, axis=0) > 0).all()
@@ -177,45 +188,69 @@ def test_buckets_follow_the_usage():
     assert policy.multipliers[len(policy.multipliers) // 2] == 1
 
 
+def halves_of(statistics, g_LEUR):
+    heads, _ = cross_fit(whole_sequences(statistics), g_LEUR)
+    return Halves.of(statistics, SPAN, g_LEUR, heads, BYTES_UQ, max_bits=6)
+
+
+def exchanged(statistics, seed=3):
+    """The same sequences, but for their second halves, which are other sequences'."""
+    order_N = np.random.default_rng(seed).permutation(len(statistics))
+    arrays = {name: array.copy() for name, array in vars(statistics).items()}
+    for array in arrays.values():
+        array[:, 2:] = array[order_N, 2:]
+    return SequenceStatistics(**arrays)
+
+
 def test_what_lasts_is_used_and_what_does_not_is_not():
-    """Sequences that keep their experts want a small prior, sequences that drift a large one."""
-    g_LEUR = synthetic()[1]
-    lasting, _ = synthetic(power=0.5, noise=0.05)
-    policy, after = first_policy(lasting, SPAN, g_LEUR, cross_fit(whole_sequences(lasting), g_LEUR)[0])
-    assert policy.prior_tokens == 32
-    assert policy.alpha >= 1
-    assert after["g"]["error"] > 2 * after["usage"]["error"]
-    assert after["usage"]["error"] > 1.5 * after["prompt"]["error"]
-    assert after["tokens_before"] == 2 * SPAN
+    statistics, g_LEUR = synthetic(power=0.5, noise=0.05)
+    lasting, fleeting = halves_of(statistics, g_LEUR), halves_of(exchanged(statistics), g_LEUR)
+    policy = first_policy(lasting)
+    assert policy.prior_tokens <= 64
+    report = foresight_report(lasting, policy)
+    assert report["tokens_before"] == 2 * SPAN
+    assert report["cost"]["g"] == [1, 1, 1]
+    assert max(report["cost"]["routing"]) < 0.97
+    assert np.mean(report["cost"]["prompt"]) < np.mean(report["cost"]["routing"])
+    assert report["spearman"]["g"] < report["spearman"]["routing"] < report["spearman"]["prompt"]
 
-    statistics, _ = synthetic(power=0.5, noise=0.05, seed=2)
-    rng = np.random.default_rng(3)
-    fleeting = {name: array.copy() for name, array in vars(statistics).items()}
-    order_N = rng.permutation(len(statistics))
-    for array in fleeting.values():
-        array[:, 2:] = array[order_N, 2:]  # the second half is another sequence's
-    fleeting = SequenceStatistics(**fleeting)
-    policy, after = first_policy(fleeting, SPAN, g_LEUR, cross_fit(whole_sequences(fleeting), g_LEUR)[0])
-    assert policy.prior_tokens == 1024
-    assert after["usage"]["error"] > 0.95 * after["g"]["error"]
+    assert first_policy(fleeting).prior_tokens == 1024
+    assert np.mean(foresight_report(fleeting, policy)["cost"]["routing"]) > 1
 
 
-def test_the_score_is_the_planners(monkeypatch):
-    statistics, g_LEUR = synthetic(num_sequences=6)
-    halves = Halves(statistics, SPAN, g_LEUR, cross_fit(whole_sequences(statistics), g_LEUR)[0])
-    before = halves.score(usage_buckets())
-    assert before != halves.score(NEUTRAL_POLICY)
-    monkeypatch.setattr(
-        "pagedweight_jax.calibrate.residual_policy.score_damage",
-        lambda observation, calibration, *_: np.ones((L, E, U, R)),
-    )
-    assert halves.score(usage_buckets())["error"] > before["error"]
+def test_a_cost_is_what_the_lowered_blocks_suffer():
+    statistics, g_LEUR = synthetic(num_sequences=4)
+    halves = halves_of(statistics, g_LEUR)
+    policy = usage_buckets()
+    releasable_bytes = L * E * (BYTES_UQ[:, -1] - BYTES_UQ[:, 0]).sum()
+    expected = np.zeros((4, len(SHARES)))
+    for n, t in np.ndindex(expected.shape):
+        calibration = planner_calibration(halves.means_N[n], halves.heads, policy, 6)
+        target_bytes = int(SHARES[t] * releasable_bytes)
+        lost_LEU = lowered_by(calibration, halves.signals_N[n], BYTES_UQ, target_bytes)
+        released_bytes = 0
+        for (layer, e, u), lost in np.ndenumerate(lost_LEU):
+            released_bytes += BYTES_UQ[u, R] - BYTES_UQ[u, R - lost]
+            expected[n, t] += statistics.damage_NZLEUR[n, 2:, layer, e, u, :lost].mean(0).sum()
+        assert target_bytes <= released_bytes < target_bytes + BYTES_UQ.max()
+    np.testing.assert_allclose(halves.costs(policy), expected.mean(0))
 
 
-def test_one_span_has_no_after():
-    statistics, g_LEUR = synthetic(num_spans=1)
-    heads, _ = cross_fit(statistics, g_LEUR)
-    assert first_policy(statistics, SPAN, g_LEUR, heads) == (usage_buckets(), {})
+def test_a_policy_that_releases_too_little_costs_everything():
+    statistics, g_LEUR = synthetic(num_sequences=4)
+    halves = halves_of(statistics, g_LEUR)
+    strict = replace(usage_buckets(), floors=(5,) * 33)
+    assert np.isinf(halves.costs(strict)[-1])
+    assert np.isfinite(halves.costs(replace(strict, stages=(0, 2)))).all()
+
+
+def test_a_sequence_is_judged_by_the_others():
+    statistics, g_LEUR = synthetic(num_sequences=10)
+    halves = halves_of(statistics, g_LEUR)
+    whole = whole_sequences(statistics)
+    for fitted, held in folds(10):
+        means = text_means(whole.take(fitted), g_LEUR)
+        np.testing.assert_array_equal(halves.means_N[held[0]].damage_LEUR, means.damage_LEUR)
 
 
 def test_too_little_is_said():
