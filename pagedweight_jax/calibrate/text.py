@@ -2,18 +2,39 @@
 """Calibration text in, token sequences out."""
 
 import gzip
+import io
 import json
 import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.errors import UserError
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+
+def _open_zst(path: Path, mode: str, encoding: str) -> IO[str]:
+    try:
+        import zstandard  # optional: not every platform has it
+    except ImportError as error:
+        raise UserError(f"{path}: to read .zst, pip install zstandard") from error
+    packed, text = path.read_bytes(), b""
+    while packed:  # frame by frame
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            text += frame.decompress(packed)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        if not frame.eof:
+            raise EOFError
+        packed = frame.unused_data
+    return io.StringIO(text.decode(encoding))
+
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zst}
 
 BETWEEN = "\n\n"
 """What is written between two documents."""
@@ -22,7 +43,7 @@ BETWEEN = "\n\n"
 def read_text(path: Path) -> str:
     """Returns the text of a file, or of all files of a folder in the order of their names.
 
-    Names that end in .gz or .xz are unpacked first; .jsonl holds a document a line, in the field ``text``.
+    Names that end in .gz, .xz or .zst are unpacked first; .jsonl holds a document a line, in the field ``text``.
 
     Raises:
       UserError: a file is missing, damaged, not UTF-8, or a line of it has no text; a folder has no file.

@@ -33,7 +33,7 @@ from pagedweight_jax.checkpoint.manifest import (
     check_arrays,
     to_json,
 )
-from pagedweight_jax.checkpoint.paged import ARRAYS, FILES, group_of, partial_folder, sha256_of
+from pagedweight_jax.checkpoint.paged import ARRAYS, FILES, group_of, partial_folder, quiet_orbax, sha256_of
 from pagedweight_jax.errors import UserError
 
 INFOS = "array_infos"
@@ -140,7 +140,8 @@ class Draft:
         unfinished = self.scratch / ARRAYS
         for path in (unfinished, *self.scratch.glob(f"{ARRAYS}.*"), place):  # of a step that was cut short
             shutil.rmtree(path, ignore_errors=True)
-        ocp.save(unfinished, arrays)
+        with quiet_orbax():
+            ocp.save(unfinished, arrays)
         for path in unfinished.rglob("*"):
             sync(path)
         place.parent.mkdir(parents=True, exist_ok=True)

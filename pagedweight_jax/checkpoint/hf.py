@@ -7,7 +7,7 @@ every shape is as the configuration says. All of that is checked on the files' h
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -89,7 +89,8 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
     folder = Path(folder)
     files, paths = _open_tensors(folder)
     shapes = abstract_weights(config)
-    expected = dict(part for path, leaf in named_leaves(shapes).items() for part in _parts(config, path, leaf.shape))
+    arrays = named_leaves(shapes)
+    expected = dict(part for path, leaf in arrays.items() for part in _parts(config, files, path, leaf.shape))
     skipped = set()
     for pattern, reason in _skip_rules(config).items():
         names = sorted(name for name in files.keys() - expected.keys() if re.fullmatch(pattern, name))
@@ -107,8 +108,8 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
         if header.get_dtype() not in _DTYPES:
             raise UserError(f"{folder}: tensor {name} is {header.get_dtype()}; supported: {', '.join(_DTYPES)}")
     leaves = []
-    for path, leaf in named_leaves(shapes).items():
-        name, _ = _parts(config, path, leaf.shape)[0]
+    for path, leaf in arrays.items():
+        name, _ = _parts(config, files, path, leaf.shape)[0]
         leaves.append(jax.ShapeDtypeStruct(leaf.shape, _DTYPES[files[name].get_slice(name).get_dtype()]))
     return Source(folder, config, paths, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
@@ -165,9 +166,13 @@ def _locate(config: ModelConfig, path: str) -> tuple[TensorSource, str]:
     return FAMILIES[config.family].tensors[key], match[1]
 
 
-def _parts(config: ModelConfig, path: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """(tensor name, shape in the file) of what makes up the array at ``path``; expert by expert for routed experts."""
+def _parts(
+    config: ModelConfig, files: Container[str], path: str, shape: tuple[int, ...]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """(tensor name, shape in the file) of what makes up the array at ``path``: routed experts one by one, or fused."""
     entry, layer = _locate(config, path)
+    if entry.fused and (fused := entry.fused.format(layer=layer)) in files:
+        return [(fused, shape)]
     if entry.form == "per_expert":
         rows = shape[1] // len(entry.names)
         return [
@@ -184,7 +189,7 @@ def _read(source: Source, prefix: str, shapes: Any, dtype) -> Any:
 
     def read_leaf(path, shape):
         entry, _ = _locate(source.config, path)
-        names = [name for name, _ in _parts(source.config, path, shape)]
+        names = [name for name, _ in _parts(source.config, source.files, path, shape)]
         tensors = _tensors(source, names)
         first = next(tensors)
         if entry.form == "transposed":

@@ -14,7 +14,9 @@ it asks for.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -68,6 +70,18 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax from printing the tracebacks of errors that it raises as well."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress = no_progress) -> list[str]:
     """One line per file that is missing or, where ``hashed`` picks its name, differs from ``files.sha256``."""
     try:
@@ -80,7 +94,9 @@ def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress
     problems = []
     for done, (name, digest) in enumerate(listed.items()):
         progress("files", done, len(listed))
-        if not (path / name).is_file():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            problems.append(f"{path / FILES}: lists {name}, which is not in the folder")
+        elif not (path / name).is_file():
             problems.append(f"{path / name}: missing")
         elif hashed(name) and sha256_of(path / name) != digest:
             problems.append(f"{path / name}: damaged or edited, its SHA-256 is not the one in {FILES}")
@@ -105,7 +121,8 @@ class PagedCheckpoint:
             info = self.manifest.arrays[name]
             tree[name] = np.empty(info.shape, info.dtype)
         try:
-            read = ocp.load(self.path / ARRAYS / group, tree)
+            with quiet_orbax():
+                read = ocp.load(self.path / ARRAYS / group, tree)
         except Exception as error:  # Orbax and TensorStore raise many kinds; all of them mean bytes that cannot be read
             what = f"array {names[0]}" if len(names) == 1 else f"an array of {group}"
             first_line = str(error).strip().partition("\n")[0][:100]

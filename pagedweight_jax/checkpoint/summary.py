@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a paged checkpoint holds, in numbers: the arithmetic behind ``pagedweight inspect``."""
 
+from dataclasses import asdict
 from math import prod
 
 import numpy as np
 
 from pagedweight_jax.checkpoint.manifest import FORMAT_VERSION
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint
+from pagedweight_jax.checkpoint.policy import read_policy
 from pagedweight_jax.config import KINDS
 from pallas_kernels.bitplane import LAYOUT_VERSION, WORD_BYTES, BlockLayout
 
@@ -41,6 +43,12 @@ def _coverage(checkpoint: PagedCheckpoint) -> list[dict]:
     ]
 
 
+def _policy(checkpoint: PagedCheckpoint) -> dict | None:
+    """What the online planner goes by and what that was measured on; None if there is no policy."""
+    online = read_policy(checkpoint)
+    return online and {"run": asdict(online.run), "policy": asdict(online.policy), "fit": online.fit}
+
+
 def summarize(checkpoint: PagedCheckpoint) -> dict:
     """Returns what the checkpoint holds as plain numbers, ready for JSON.
 
@@ -48,7 +56,7 @@ def summarize(checkpoint: PagedCheckpoint) -> dict:
     of all routed experts, beside what a static checkpoint that keeps one LUT would take.
 
     Raises:
-      UserError: an array that it reads is damaged.
+      UserError: an array that it reads, or the policy, is damaged.
     """
     manifest = checkpoint.manifest
     config, layouts = manifest.config, manifest.layouts()
@@ -90,5 +98,6 @@ def summarize(checkpoint: PagedCheckpoint) -> dict:
             "tokens_per_expert": _tokens(tokens_LE),
             "layers": _coverage(checkpoint),
         },
+        "policy": _policy(checkpoint),
         "versions": {"format": FORMAT_VERSION, "layout": LAYOUT_VERSION, **manifest.versions},
     }

@@ -27,7 +27,7 @@ def add_verbs(verbs) -> None:
     verb.add_argument(
         "--text",
         type=Path,
-        help="calibration text: a file (.jsonl: its fields text; .gz, .xz: packed) or a folder of files "
+        help="calibration text: a file (.jsonl: its fields text; .gz, .xz, .zst: packed) or a folder of files "
         "(default HF_DIR/text/calibration.txt)",
     )
     verb.add_argument("--samples", type=int, default=100, help="calibration sequences (default 100)")
@@ -163,6 +163,18 @@ def print_checkpoint(checkpoint, as_json: bool, more: dict | None = None) -> int
     return 0
 
 
+def _policy_line(policy: dict | None) -> str:
+    if policy is None:
+        return "none: global damage alone decides (pagedweight calibrate makes one)"
+    run, rules = policy["run"], policy["policy"]
+    multipliers = ", ".join(f"{multiplier:g}" for multiplier in rules["multipliers"])
+    return (
+        f"{len(rules['multipliers'])} buckets of experts, multipliers {multipliers}, "
+        f"floors {', '.join(map(str, rules['floors']))} bits; measured on {run['samples']} sequences of "
+        f"{run['sequence_length']} tokens, text {run['text_sha256'][:12]}"
+    )
+
+
 def facts_table(summary: dict) -> Table:
     """Returns the model, its files and its calibration, a line each."""
     model, blocks, versions = summary["model"], summary["blocks"], summary["versions"]
@@ -184,6 +196,7 @@ def facts_table(summary: dict) -> Table:
         f"seed {calibration['seed']}, text {calibration['text_sha256'][:12]}",
         "coverage": f"{calibration['experts']} experts saw {tokens['fewest']} to {tokens['most']} tokens, median "
         f"{tokens['median']:.0f}; {missed} saw fewer than {calibration['min_tokens']}",
+        "online policy": _policy_line(summary["policy"]),
         "written by": f"{packages}; format {versions['format']}, layout {versions['layout']}",
     }
     table = Table.grid(padding=(0, 2))

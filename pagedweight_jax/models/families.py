@@ -19,10 +19,12 @@ class TensorSource:
       names: tensor names; ``{layer}`` and ``{expert}`` are filled in.
       form: ``same``; ``transposed`` ([out, in] in the file); ``row`` (one row, [1, D] in the file);
         ``per_expert`` (expert e is the rows of all ``names`` for e, one below the other).
+      fused: a tensor that holds all experts as the array does, which some folders have in the place of ``names``.
     """
 
     names: tuple[str, ...]
     form: Literal["same", "transposed", "row", "per_expert"]
+    fused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,13 @@ QWEN2_MOE = Family(
         **_gated("layers.mlp.shared", f"{_LAYER}.mlp.shared_expert"),
         "layers.mlp.shared_gate_D": TensorSource((f"{_LAYER}.mlp.shared_expert_gate.weight",), "row"),
         "layers.mlp.experts.gate_up_ENC": TensorSource(
-            (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "per_expert"
+            (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"),
+            "per_expert",
+            fused=f"{_LAYER}.mlp.experts.gate_up_proj",
         ),
-        "layers.mlp.experts.down_ENC": TensorSource((f"{_EXPERT}.down_proj.weight",), "per_expert"),
+        "layers.mlp.experts.down_ENC": TensorSource(
+            (f"{_EXPERT}.down_proj.weight",), "per_expert", fused=f"{_LAYER}.mlp.experts.down_proj"
+        ),
     },
     skipped={r".*\.rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"},
 )

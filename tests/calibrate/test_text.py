@@ -4,8 +4,14 @@
 import gzip
 import json
 import lzma
+import sys
 
 import pytest
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None
 
 from pagedweight_jax.calibrate.text import read_text
 from pagedweight_jax.errors import UserError
@@ -17,6 +23,11 @@ def jsonl(*texts):
     return "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in texts)
 
 
+def _zst(data):
+    """Two frames."""
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:9], data[9:]))
+
+
 @pytest.fixture
 def write(tmp_path):
     """Writes a text as its name says and returns the path."""
@@ -24,14 +35,17 @@ def write(tmp_path):
     def write(name, text):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+        pack = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": _zst}.get(path.suffix, bytes)
         path.write_bytes(pack(text.encode()))
         return path
 
     return write
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.txt.gz", "a.xz"])
+ZST = pytest.param("a.zst", marks=pytest.mark.skipif(zstandard is None, reason="zstandard is not installed"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.txt.gz", "a.xz", ZST])
 def test_a_text_is_itself_however_packed(write, name):
     assert read_text(write(name, TEXT)) == TEXT
 
@@ -67,10 +81,16 @@ def test_a_line_without_text_is_named(write, lines, message):
         read_text(write("a.jsonl", lines))
 
 
-@pytest.mark.parametrize("name", ["a.gz", "a.xz"])
+@pytest.mark.parametrize("name", ["a.gz", "a.xz", ZST])
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"not packed", lambda b: b[:12] + b[13:]])
 def test_a_damaged_file_is_named(write, name, damage):
     path = write(name, TEXT * 50)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=rf"{name}: cannot be read as UTF-8 text"):
         read_text(path)
+
+
+def test_zst_without_its_package_says_what_to_install(write, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match=r"a\.zst: to read \.zst, pip install zstandard"):
+        read_text(write("a", TEXT).rename(tmp_path / "a.zst"))

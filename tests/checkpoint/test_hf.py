@@ -108,6 +108,28 @@ def test_every_array_is_the_named_tensor(saved):
     assert used == len(tensors)
 
 
+def fuse(tensors):
+    """The experts of every layer in two tensors, as transformers has them in memory."""
+    prefixes = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for prefix in prefixes:
+        experts = {}
+        for name in [name for name in tensors if name.startswith(f"{prefix}.experts.")]:
+            expert, part = name.removeprefix(f"{prefix}.experts.").removesuffix(".weight").split(".")
+            experts[int(expert), part] = tensors.pop(name)
+        gate, up, down = (np.stack([experts[e, f"{part}_proj"] for e in range(4)]) for part in ("gate", "up", "down"))
+        tensors[f"{prefix}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{prefix}.experts.down_proj"] = down
+
+
+def test_fused_experts_give_the_same(single):
+    weights = load_weights(single, load_config(single), jnp.float32)
+    edit(single / SINGLE, fuse)
+    assert leaves_equal(weights, load_weights(single, load_config(single), jnp.float32))
+    both = "model.layers.0.mlp.experts.3.down_proj.weight"
+    edit(single / SINGLE, lambda tensors: tensors.update({both: tensors[EMBED]}))
+    assert f"left over 1 tensor ({both})" in error_of(single)
+
+
 def test_shards_and_layers_give_the_same_as_one_file(saved):
     root, _ = saved
     assert len(list((root / "sharded").glob("*.safetensors"))) > 3

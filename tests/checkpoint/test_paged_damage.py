@@ -135,3 +135,13 @@ def test_a_missing_or_empty_list_of_checksums_is_found(copy):
     (copy / "files.sha256").unlink()
     with pytest.raises(UserError, match=r"files\.sha256: cannot be read"):
         open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "text/../../secret"])
+def test_a_listed_file_outside_the_folder_is_refused(copy, name):
+    (copy.parent / "secret").write_text("not ours")
+    with (copy / "files.sha256").open("a") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(UserError, match=rf"files\.sha256: lists {name}, which is not in the folder"):
+        open_checkpoint(copy)
+    assert any("which is not in the folder" in problem for problem in verify(copy))
