@@ -97,6 +97,14 @@ def test_plain_ratios_would_take_a_step_before_the_one_that_it_builds_on():
     np.testing.assert_array_equal(lost_LEU, [[[0, 2]]])
 
 
+def test_bytes_of_the_next_steps_by_hand():
+    bits_LEU = np.array([[[5, 4]]], np.uint8)
+    actions = score_actions(bits_LEU, np.ones((1, 1, 2, 2), np.float32), np.array([[10, 20], [3, 4]]), 5)
+    assert actions.bytes_of(np.array([[[2, 1]]], np.uint8)) == 10 + 20 + 4
+    assert actions.bytes_of(np.array([[[1, 0]]], np.uint8)) == 10
+    assert [actions.least_steps(num_bytes) for num_bytes in (0, 3, 4)] == [0, 1, 2]
+
+
 def test_strictest_stage_that_meets_the_target_wins(planning):
     world = two_blocks(Policy(floors=(4,), stages=(0, 4)))
     strict, relaxed = FloorStage(relaxed_bits=0), FloorStage(relaxed_bits=4)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pagedweight_jax.planning import signals as signals_module
 from pagedweight_jax.planning.observation import KVPressure, Observation
 from pagedweight_jax.planning.signals import (
     FORGOTTEN,
@@ -119,6 +120,18 @@ def test_features_are_averaged_over_the_requests_that_have_them():
     np.testing.assert_array_equal(evidence_LEU[..., 0], [[0.75, 0.5]])
     np.testing.assert_allclose(x_XLEU[:, 0, 0, 0], [(math.log(2) + 2 * math.log(5)) / 3] * 3, rtol=1e-5)
     np.testing.assert_allclose(x_XLEU[:, 0, 1, 0], np.log([2.0, 3.0, 4.0]), rtol=1e-5)
+
+
+def test_requests_merged_one_at_a_time_are_the_same(planning, monkeypatch):
+    rng = np.random.default_rng(0)
+    requests, weight_B = tuple(planning.make_signals(rng) for _ in range(5)), rng.random(5) / 5
+    known_LEUX = rng.lognormal(size=(*planning.shape, 3))
+    x_XLEU, evidence_LEU = batch_features(requests, weight_B, known_LEUX)
+    for cached_floats in (1, 2 * x_XLEU[0].size):
+        monkeypatch.setattr(signals_module, "CACHED_FLOATS", cached_floats)
+        one_XLEU, one_LEU = batch_features(requests, weight_B, known_LEUX)
+        np.testing.assert_allclose(one_XLEU, x_XLEU, atol=1e-5)
+        np.testing.assert_allclose(one_LEU, evidence_LEU, rtol=1e-5)
 
 
 def test_a_block_without_calibration_features_has_none():
