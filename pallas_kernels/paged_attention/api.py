@@ -5,7 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.paged_attention.layout import KVLayout, to_words
+from pallas_kernels.paged_attention.layout import KVLayout
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+def _check(implementation: str) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
 
 
 def write_kv(
@@ -15,6 +22,8 @@ def write_kv(
     k_TJM: jax.Array,
     v_TJM: jax.Array,
     layout: KVLayout,
+    *,
+    implementation: str = "xla",
 ) -> jax.Array:
     """Returns the arena with K and V of T tokens written; donate the arena and it is updated in place.
 
@@ -25,17 +34,48 @@ def write_kv(
       slots_T: int32, each token's place in its block.
       k_TJM, v_TJM: the layer's new keys (after rope) and values.
       layout: the cache's layout.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation.
     """
-    num_tokens = k_TJM.shape[0]
-    kv = jnp.stack([k_TJM, v_TJM], axis=1).astype(layout.dtype)
-    kv = kv.reshape(num_tokens, layout.layer_frames, layout.heads_per_frame, layout.head_dim)
-    words = to_words(kv)
-    offsets = (
-        jnp.arange(layout.heads_per_frame)[:, None] * (layout.block_tokens * layout.head_words)
-        + jnp.arange(layout.head_words)[None]
-    )
-    offsets = slots_T[:, None, None, None] * layout.head_words + offsets
-    return arena_AW.at[frames_TF[:, :, None, None], offsets].set(words, mode="drop")
+    _check(implementation)
+    run = reference.write_kv
+    if implementation == "triton":
+        from pallas_kernels.paged_attention import pallas_triton_write  # JAX may be without Triton
+
+        run = pallas_triton_write.write_kv
+    return run(arena_AW, frames_TF.astype(jnp.int32), slots_T.astype(jnp.int32), k_TJM, v_TJM, layout)
+
+
+def rotate_and_write_kv(
+    arena_AW: jax.Array,
+    frames_TF: jax.Array,
+    slots_T: jax.Array,
+    cos_TR: jax.Array,
+    sin_TR: jax.Array,
+    q_THM: jax.Array,
+    k_TJM: jax.Array,
+    v_TJM: jax.Array,
+    layout: KVLayout,
+    *,
+    implementation: str = "xla",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (arena, q_THM): ``write_kv`` with the rotary embedding of queries and keys in the same kernel.
+
+    Pair i of a head is (dimension i, dimension i + M/2); it is turned in float32 and rounded once.
+
+    Args: as of ``write_kv``, with q and k before rope, and
+      cos_TR, sin_TR: float32[T, M/2], of each token's angles: the same for all layers of one frequency.
+    """
+    _check(implementation)
+    run = reference.rotate_and_write_kv
+    if implementation == "triton":
+        from pallas_kernels.paged_attention import pallas_triton_write  # JAX may be without Triton
+
+        run = pallas_triton_write.rotate_and_write_kv
+    frames_TF, slots_T = frames_TF.astype(jnp.int32), slots_T.astype(jnp.int32)
+    return run(arena_AW, frames_TF, slots_T, cos_TR, sin_TR, q_THM, k_TJM, v_TJM, layout)
 
 
 def paged_attention(
@@ -47,8 +87,11 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    soft_cap: float = 0.0,
+    dtype=jnp.float32,
+    implementation: str = "xla",
 ) -> jax.Array:
-    """Returns causal attention of each query over its row's cached keys, float32[B, T, H, M].
+    """Returns causal attention of each query over its row's cached keys, [B, T, H, M].
 
     Key j is visible to the query at position i if j <= i, and i - window < j where a window is set. The keys of the
     queries themselves must already be in the cache. Softmax in float32.
@@ -56,10 +99,25 @@ def paged_attention(
     Args:
       arena_AW: uint32 frames.
       q_BTHM: T queries per row (1 in decode, a chunk in prefill), after rope.
-      positions_BT: int32, each query's position; a negative one sees nothing and returns zeros.
+      positions_BT: int32, each query's position; a negative one sees nothing and returns zeros. The others of a row
+        ascend by one.
       table_BGF: int32[B, G, layer_frames], the frames of each row's blocks in this layer.
       layout: the cache's layout.
       scale: factor on the scores.
       window: sliding window in tokens, 0 for none.
+      soft_cap: scores s become soft_cap tanh(s / soft_cap); 0 leaves them.
+      dtype: of the result; sums are float32.
+      implementation: "xla", the definition, or "triton", Pallas kernels for NVIDIA GPUs. They multiply in the cache's
+        dtype where the queries have it, too, else in float32.
+
+    Raises:
+      ValueError: an unknown implementation.
     """
-    return reference.paged_attention(arena_AW, q_BTHM, positions_BT, table_BGF, layout, scale, window)
+    _check(implementation)
+    run = reference.paged_attention
+    if implementation == "triton":
+        from pallas_kernels.paged_attention import pallas_triton  # JAX may be without Triton
+
+        run = pallas_triton.paged_attention
+    positions_BT, table_BGF = positions_BT.astype(jnp.int32), table_BGF.astype(jnp.int32)
+    return run(arena_AW, q_BTHM, positions_BT, table_BGF, layout, scale, window, soft_cap, dtype)

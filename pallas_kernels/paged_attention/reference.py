@@ -5,7 +5,51 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.layout import SPLIT_TOKENS, KVLayout, from_words
+from pallas_kernels.paged_attention.layout import SPLIT_TOKENS, KVLayout, from_words, to_words
+
+
+def write_kv(
+    arena_AW: jax.Array,
+    frames_TF: jax.Array,
+    slots_T: jax.Array,
+    k_TJM: jax.Array,
+    v_TJM: jax.Array,
+    layout: KVLayout,
+) -> jax.Array:
+    """Args and result: see ``pallas_kernels.paged_attention.api.write_kv``."""
+    num_tokens = k_TJM.shape[0]
+    kv = jnp.stack([k_TJM, v_TJM], axis=1).astype(layout.dtype)
+    kv = kv.reshape(num_tokens, layout.layer_frames, layout.heads_per_frame, layout.head_dim)
+    words = to_words(kv)
+    offsets = (
+        jnp.arange(layout.heads_per_frame)[:, None] * (layout.block_tokens * layout.head_words)
+        + jnp.arange(layout.head_words)[None]
+    )
+    offsets = slots_T[:, None, None, None] * layout.head_words + offsets
+    return arena_AW.at[frames_TF[:, :, None, None], offsets].set(words, mode="drop")
+
+
+def rotate(x_THM: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> jax.Array:
+    """Returns x with pair (i, i + M/2) of each head turned by angle i, in x's dtype; products and sums are float32."""
+    low, high = jnp.split(x_THM.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_THM.dtype)
+
+
+def rotate_and_write_kv(
+    arena_AW: jax.Array,
+    frames_TF: jax.Array,
+    slots_T: jax.Array,
+    cos_TR: jax.Array,
+    sin_TR: jax.Array,
+    q_THM: jax.Array,
+    k_TJM: jax.Array,
+    v_TJM: jax.Array,
+    layout: KVLayout,
+) -> tuple[jax.Array, jax.Array]:
+    """Args and result: see ``pallas_kernels.paged_attention.api.rotate_and_write_kv``."""
+    arena_AW = write_kv(arena_AW, frames_TF, slots_T, rotate(k_TJM, cos_TR, sin_TR), v_TJM, layout)
+    return arena_AW, rotate(q_THM, cos_TR, sin_TR)
 
 
 def read_kv(arena_AW: jax.Array, frames_BGF: jax.Array, layout: KVLayout) -> tuple[jax.Array, jax.Array]:
@@ -27,6 +71,8 @@ def paged_attention(
     layout: KVLayout,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
+    dtype=jnp.float32,
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.paged_attention.api.paged_attention``.
 
@@ -48,6 +94,8 @@ def paged_attention(
         frames = lax.dynamic_slice_in_dim(table_BGF, split * split_blocks, split_blocks, axis=1)
         k_BSJM, v_BSJM = read_kv(arena_AW, frames, layout)
         scores = jnp.einsum("BTJHM,BSJM->BTJHS", q_BTJHM, k_BSJM, precision=lax.Precision.HIGHEST)
+        if soft_cap:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         key_position = split * split_tokens + jnp.arange(split_tokens)
         seen = key_position <= position
         if window:
@@ -57,10 +105,10 @@ def paged_attention(
         shift = jnp.where(jnp.isneginf(new_peak), 0.0, new_peak)
         p = jnp.exp(scores - shift[..., None])
         keep = jnp.exp(peak - shift)
-        # Slots past a row's last token hold whatever was there, NaN included: 0 * NaN must not reach the sum.
-        written = (key_position <= jnp.max(positions_BT, axis=1, keepdims=True))[:, :, None, None]
+        # Slots that no query of a row sees hold whatever was there, NaN included: 0 * NaN must not reach the sum.
+        seen_BS11 = jnp.any(seen, axis=1).reshape(num_rows, -1, 1, 1)
         weighted = jnp.einsum(
-            "BTJHS,BSJM->BTJHM", p, jnp.where(written, v_BSJM, 0.0), precision=lax.Precision.HIGHEST
+            "BTJHS,BSJM->BTJHM", p, jnp.where(seen_BS11, v_BSJM, 0.0), precision=lax.Precision.HIGHEST
         )
         out = out * keep[..., None] + weighted
         return new_peak, total * keep + jnp.sum(p, axis=-1), out
@@ -69,4 +117,4 @@ def paged_attention(
     carry = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q_BTJHM.shape))
     used_splits = jnp.minimum(num_splits, jnp.max(positions_BT) // split_tokens + 1)
     _, total, out = lax.fori_loop(0, used_splits, add_split, carry)
-    return (out / jnp.where(total == 0.0, 1.0, total)[..., None]).reshape(q_BTHM.shape)
+    return (out / jnp.where(total == 0.0, 1.0, total)[..., None]).reshape(q_BTHM.shape).astype(dtype)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton attention: interpreted against the definition, lowered for CUDA at real sizes, compiled by -m gpu."""
+
+import contextlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import api, pallas_triton, pallas_triton_write, reference
+from pallas_kernels.paged_attention.arg_specs import SPECS, abstract_args
+from pallas_kernels.paged_attention.layout import KVLayout, from_words
+from pallas_kernels.paged_attention.pallas_triton import Config
+
+POISON = 0xFFFFFFFF  # NaN in every dtype
+MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
+M, SCALE = 16, 0.3
+DECODE = Config(rows=16, tile_tokens=32, split_tokens=256)
+LAST = [255, 256, 0, -1, 319]  # both sides of a split's border, one token, a row that is not in use
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def relative_error(out, ref):
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    return np.linalg.norm(out - ref) / np.linalg.norm(ref)
+
+
+def worst_row(out, ref):
+    return max(relative_error(o, r) for o, r in zip(out, ref, strict=True) if np.any(np.asarray(r)))
+
+
+def cache(layout, last, first=None, seed=0):
+    """Returns (arena, table_BGF): rows with keys first .. last in frames in random order; all else is poison.
+
+    Blocks without such keys have no frames: their entries are A.
+    """
+    rng = np.random.default_rng(seed)
+    first = [0] * len(last) if first is None else first
+    num_blocks = -(-320 // layout.block_tokens)
+    num_frames = len(last) * num_blocks * layout.layer_frames + 3
+    table = rng.permutation(num_frames)[: num_frames - 3].reshape(len(last), num_blocks, -1).astype(np.int32)
+    arena = jnp.full((num_frames, layout.frame_words), POISON, jnp.uint32)
+    for row, (a, b) in enumerate(zip(first, last, strict=True)):
+        positions = np.arange(a, b + 1)
+        shape = (len(positions), layout.num_kv_heads, layout.head_dim)
+        k, v = (jnp.asarray(rng.standard_normal(shape), layout.dtype) for _ in range(2))
+        blocks, slots = np.divmod(positions, layout.block_tokens)
+        if positions.size:
+            arena = reference.write_kv(arena, jnp.asarray(table[row, blocks]), jnp.asarray(slots), k, v, layout)
+        table[row, np.setdiff1d(np.arange(num_blocks), blocks)] = num_frames
+    return arena, jnp.asarray(table)
+
+
+def queries(layout, rows, tokens, group, seed=1):
+    shape = (rows, tokens, group * layout.num_kv_heads, layout.head_dim)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), layout.dtype)
+
+
+@partial(jax.jit, static_argnames=("layout", "window", "soft_cap", "config", "interpret"))
+def run(arena, q, positions, table, layout, window=0, soft_cap=0.0, config=None, interpret=True):
+    return pallas_triton.paged_attention(
+        arena, q, positions, table, layout, SCALE, window, soft_cap, jnp.float32, config=config, interpret=interpret
+    )
+
+
+@partial(jax.jit, static_argnames=("layout", "window", "soft_cap"))
+def define(arena, q, positions, table, layout, window=0, soft_cap=0.0):
+    return reference.paged_attention(arena, q, positions, table, layout, SCALE, window, soft_cap)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "frame_words", "group", "window", "soft_cap"),
+    [
+        ("float32", "float32", 512, 3, 9, 0.0),  # a group that is no power of two; a window within one tile
+        ("bfloat16", "bfloat16", 128, 1, 257, 2.0),  # a window whose edge crosses a split's border
+        ("bfloat16", "bfloat16", 512, 8, 0, 0.0),  # two heads in a frame
+        ("bfloat16", "float32", 128, 2, 0, 0.0),  # multiplied in float32
+    ],
+)
+def test_decode_equals_the_definition(kv_dtype, dtype, frame_words, group, window, soft_cap, interpret):
+    layout = KVLayout(num_kv_heads=2, head_dim=M, dtype=kv_dtype, frame_words=frame_words)
+    first = [max(0, last - window + 1) if window else 0 for last in LAST]  # blocks behind the window are given back
+    arena, table = cache(layout, LAST, first)
+    q = 1.001 * queries(layout, len(LAST), 1, group).astype(dtype)  # no values of bfloat16
+    positions = jnp.asarray(LAST)[:, None]
+    out = run(arena, q, positions, table, layout, window, soft_cap, DECODE, interpret)
+    assert worst_row(out, define(arena, q, positions, table, layout, window, soft_cap)) < TOLERANCE[dtype]
+    assert not np.any(np.asarray(out[LAST.index(-1)]))
+    swapped = jnp.roll(table, layout.half_frames, axis=2)  # negative control: V as K
+    assert not worst_row(out, define(arena, q, positions, swapped, layout, window, soft_cap)) < 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "window", "config"),
+    [
+        ("float32", 0, Config(rows=16, tile_tokens=32, split_tokens=64)),
+        ("bfloat16", 0, Config(rows=64, tile_tokens=32, split_tokens=512)),  # one split: no second kernel
+        ("bfloat16", 33, Config(rows=32, tile_tokens=16, split_tokens=64)),
+    ],
+)
+def test_a_chunk_equals_the_definition(dtype, window, config, interpret):
+    layout = KVLayout(num_kv_heads=2, head_dim=M, dtype=dtype, frame_words=128)
+    arena, table = cache(layout, [269, 5])
+    offsets = np.arange(48)
+    positions = jnp.asarray([np.where(offsets < 40, 230 + offsets, -1), np.where(offsets < 6, offsets, -1)])
+    q = queries(layout, 2, 48, 2)
+    out = run(arena, q, positions, table, layout, window, 0.0, config, interpret)
+    ref = define(arena, q, positions, table, layout, window)
+    assert worst_row(out.reshape(96, -1), ref.reshape(96, -1)) < TOLERANCE[dtype]
+    assert not np.any(np.asarray(out)[np.asarray(positions) < 0])
+    late = define(arena, q, positions + 1, table, layout, window)  # negative control: one key too many
+    assert not worst_row(out.reshape(96, -1), late.reshape(96, -1)) < 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_row_depends_on_no_other_row(tokens, interpret):
+    layout = KVLayout(num_kv_heads=2, head_dim=M, dtype="bfloat16", frame_words=128)
+    config = DECODE if tokens == 1 else Config(rows=32, tile_tokens=16, split_tokens=128)
+    arena, table = cache(layout, [300, 319, 40])
+    q = queries(layout, 3, tokens, 2)
+    positions = jnp.asarray([[300], [319], [40]]) - np.arange(tokens)[::-1]
+    together = np.asarray(run(arena, q, positions, table, layout, 0, 0.0, config, interpret))
+    for row in range(3):
+        other = np.arange(3)[:, None] != row
+        fewer = jnp.where(other, jnp.where(positions % 2 == 0, 7, -1) if tokens == 1 else -1, positions)
+        q_alone = jnp.where(other[..., None, None], 2 * q, q)
+        alone = np.asarray(run(arena, q_alone, fewer, table, layout, 0, 0.0, config, interpret))
+        np.testing.assert_array_equal(alone[row], together[row])
+        assert not np.array_equal(alone, together)
+    if tokens > 1:  # nor on the other queries of its own row
+        last = jnp.where(np.arange(tokens) == tokens - 1, positions, -1)
+        alone = np.asarray(run(arena, q, last, table, layout, 0, 0.0, config, interpret))
+        np.testing.assert_array_equal(alone[:, -1], together[:, -1])
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(("dtype", "heads", "frame_words"), [("float32", 6, 128), ("bfloat16", 2, 512)])
+def test_written_keys_lie_where_the_definition_puts_them(dtype, heads, frame_words, interpret):
+    layout = KVLayout(num_kv_heads=heads, head_dim=M, dtype=dtype, frame_words=frame_words)
+    rng = np.random.default_rng(0)
+    num_frames = 5 * layout.layer_frames + 3
+    arena = jnp.asarray(rng.integers(0, 2**32, (num_frames, frame_words), dtype=np.uint32))
+    frames = rng.permutation(num_frames)[: 5 * layout.layer_frames].reshape(5, -1).astype(np.int32)
+    frames[2] = num_frames  # a row that is not in use
+    frames, slots = jnp.asarray(frames), jnp.asarray(rng.integers(0, layout.block_tokens, 5), jnp.int32)
+    k, v = (jnp.asarray(rng.standard_normal((5, heads, M)), jnp.float32) for _ in range(2))
+    out = pallas_triton_write.write_kv(arena, frames, slots, k, v, layout, interpret=interpret)
+    np.testing.assert_array_equal(out, reference.write_kv(arena, frames, slots, k, v, layout))
+    assert not np.array_equal(out, reference.write_kv(arena, frames, slots, v, k, layout))  # negative control
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotating_while_writing_equals_the_definition(dtype, interpret):
+    layout = KVLayout(num_kv_heads=3, head_dim=M, dtype=dtype, frame_words=128)
+    rng = np.random.default_rng(0)
+    num_frames = 4 * layout.layer_frames + 3
+    arena = jnp.asarray(rng.integers(0, 2**32, (num_frames, 128), dtype=np.uint32))
+    frames = rng.permutation(num_frames)[: 4 * layout.layer_frames].reshape(4, -1).astype(np.int32)
+    frames[1] = num_frames  # a row that is not in use
+    frames, slots = jnp.asarray(frames), jnp.asarray(rng.integers(0, layout.block_tokens, 4), jnp.int32)
+    angle = rng.uniform(0, 6, (4, M // 2))
+    cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+    q, k, v = (jnp.asarray(rng.standard_normal((4, heads, M)), dtype) for heads in (6, 3, 3))
+    out, q_out = pallas_triton_write.rotate_and_write_kv(
+        arena, frames, slots, cos, sin, q, k, v, layout, interpret=interpret
+    )
+    ref, q_ref = reference.rotate_and_write_kv(arena, frames, slots, cos, sin, q, k, v, layout)
+    assert worst_row(q_out, q_ref) < TOLERANCE[dtype]
+    written = np.asarray(out) != np.asarray(arena)
+    assert np.count_nonzero(written) == np.count_nonzero(np.asarray(ref) != np.asarray(arena))
+    values = [np.asarray(from_words(jnp.asarray(np.asarray(x)[written]), dtype), np.float64) for x in (out, ref)]
+    assert relative_error(*values) < TOLERANCE[dtype]
+    _, backwards = reference.rotate_and_write_kv(arena, frames, slots, cos, -sin, q, k, v, layout)
+    assert not worst_row(q_out, backwards) < 10 * TOLERANCE[dtype]  # negative control
+
+
+def cuda_device():
+    """JAX 0.11 asks the mesh for the GPU that it lowers to; 0.10 assumes one."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize(("rows", "tokens", "dtype"), [(16, 1, "bfloat16"), (1, 2048, "bfloat16"), (2, 1, "float32")])
+@pytest.mark.parametrize("name", SPECS)
+def test_real_sizes_lower_to_triton(name, rows, tokens, dtype):
+    spec = SPECS[name]
+    layout = spec.layout(dtype)
+    arena, q, positions, table = abstract_args(spec, rows, tokens, context=4096, num_frames=600_000, dtype=dtype)
+
+    def step(arena, q, k, v, positions, table, slots, frames):
+        arena = api.write_kv(arena, frames, slots, k, v, layout, implementation="triton")
+        attention = partial(api.paged_attention, scale=spec.score_scale, window=spec.window, implementation="triton")
+        return arena, attention(arena, q, positions, table, layout)
+
+    shape = jax.ShapeDtypeStruct
+    kv = shape((rows * tokens, spec.num_kv_heads, spec.head_dim), dtype)
+    slots = shape((rows * tokens,), jnp.int32)
+    frames = shape((rows * tokens, layout.layer_frames), jnp.int32)
+    with cuda_device():
+        traced = jax.jit(step, donate_argnums=0).trace(arena, q, kv, kv, positions, table, slots, frames)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count('name = "write_kv"') == 1
+    assert text.count('name = "attend"') == 1
+    assert lowered.out_info[1].shape == q.shape
+
+
+def test_an_unknown_implementation_is_refused():
+    layout = KVLayout(num_kv_heads=1, head_dim=M, dtype="float32", frame_words=128)
+    arena, table = cache(layout, [3])
+    q = queries(layout, 1, 1, 1)
+    with pytest.raises(ValueError, match="'cuda' is not one of"):
+        api.paged_attention(arena, q, jnp.zeros((1, 1)), table, layout, scale=1.0, implementation="cuda")
+    with pytest.raises(ValueError, match="'cuda' is not one of"):
+        api.write_kv(arena, table[:, 0], jnp.zeros(1), q[:, 0], q[:, 0], layout, implementation="cuda")
