@@ -61,12 +61,13 @@ gpu_device_info {
 """
 
 
-def compile_for_h200(f, *args) -> tuple[jax.stages.Compiled, list[Path]]:
+def compile_for_h200(f, *args, donate_argnums=()) -> tuple[jax.stages.Compiled, list[Path]]:
     """Returns ``f`` compiled for an H200 (it cannot run here) and the PTX files of its kernels.
 
     Args:
       f: a function of arrays.
       *args: pytrees of ``jax.ShapeDtypeStruct``.
+      donate_argnums: as of ``jax.jit``.
     """
     topology = topologies.get_topology_desc("", "cuda", target_config=TARGET, topology="1x1x1")
     mesh = Mesh([topology.devices[0]], ("x",))
@@ -74,7 +75,7 @@ def compile_for_h200(f, *args) -> tuple[jax.stages.Compiled, list[Path]]:
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     shutil.rmtree(DUMP, ignore_errors=True)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # names the device, which JAX 0.11 asks for
-        compiled = jax.jit(f).trace(*args).lower().compile()
+        compiled = jax.jit(f, donate_argnums=donate_argnums).trace(*args).lower().compile()
     return compiled, sorted(DUMP.glob("*.ptx"))
 
 
