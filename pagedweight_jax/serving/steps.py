@@ -70,8 +70,7 @@ def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, posi
                 down=geometry.down,
             )
             y_TD, h_square_TK = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
-        x_square_T = jnp.sum(jnp.square(m_TD.astype(jnp.float32)), axis=-1)
-        return (arena, [*seen, (ids_TK, weights_TK, x_square_T, h_square_TK)]), y_TD.astype(m_TD.dtype)
+        return (arena, [*seen, (ids_TK, weights_TK, m_TD, h_square_TK)]), y_TD.astype(m_TD.dtype)
 
     (arena, seen), hidden_TD = transformer.forward(
         weights, tokens_RT.reshape(-1), slots_T, (state.arena_AW, []), attend=attend, experts=experts
