@@ -121,38 +121,46 @@ class Halves:
                 cost_NT[n, t] = after_LEUR[np.arange(R) < lost_LEU[..., None]].sum() if met else np.inf
         return tuple(cost_NT.mean(axis=0).tolist())
 
-    def rank_correlation(self, policy: Policy) -> float:
-        """Returns Spearman's coefficient of predicted and measured damage of a second half, averaged over sequences."""
-        ranks = []
+    def fit(self, policy: Policy) -> tuple[float, float]:
+        """Returns how far predictions are off (root mean square of log predicted / measured, up to a factor common to a
+        sequence) and their rank correlation with the measured damage; both within a sequence, as the planner compares.
+        """
+        variances, ranks = [], []
         for n, (signals, after_LEUR) in enumerate(zip(self.signals_N, self.after_NLEUR)):
             predicted_LEUR, used_LEUR = planner_damage(self._calibration(n, policy), signals), after_LEUR > 0
-            ranks.append(rank_correlation(predicted_LEUR[used_LEUR], after_LEUR[used_LEUR]))
-        return float(np.mean(ranks))
+            predicted, measured = predicted_LEUR[used_LEUR], after_LEUR[used_LEUR]
+            variances.append(np.var(np.log(predicted / measured)))
+            ranks.append(rank_correlation(predicted, measured))
+        return float(np.sqrt(np.mean(variances))), float(np.mean(ranks))
 
     def _calibration(self, n: int, policy: Policy) -> Calibration:
         return planner_calibration(self.means_N[n], self.heads, policy, self.max_bits)
 
 
 def first_policy(halves: Halves) -> Policy:
-    """Returns the policy of ``usage_buckets`` whose prior and alpha cost the least after global damage alone."""
-    reference = np.array(halves.costs(GLOBAL_DAMAGE_ALONE))
+    """Returns the policy of ``usage_buckets`` whose prior, and then alpha, make predictions least wrong.
 
-    def cheapest(policies: Sequence[Policy]) -> Policy:
-        return min(policies, key=lambda policy: np.mean(halves.costs(policy) / reference))
+    They are not chosen by their costs: those hardly depend on them, and would follow the noise.
+    """
 
-    by_prior = cheapest([replace(usage_buckets(), prior_tokens=p, alpha=0.0) for p in PRIOR_TOKENS])
-    return cheapest([replace(by_prior, alpha=alpha) for alpha in ALPHAS])
+    def best(policies: Sequence[Policy]) -> Policy:
+        return min(policies, key=lambda policy: halves.fit(policy)[0])
+
+    by_prior = best([replace(usage_buckets(), prior_tokens=p, alpha=0.0) for p in PRIOR_TOKENS])
+    return best([replace(by_prior, alpha=alpha) for alpha in ALPHAS])
 
 
 def foresight_report(halves: Halves, policy: Policy) -> dict:
-    """Returns what routing and prompt are worth, JSON: costs relative to global damage alone, and rank correlations."""
+    """Returns what routing and prompt are worth, JSON: costs relative to global damage alone, and ``Halves.fit``."""
     steps = {"g": GLOBAL_DAMAGE_ALONE, "routing": replace(policy, alpha=0.0), "prompt": policy}
     reference = np.array(halves.costs(GLOBAL_DAMAGE_ALONE))
+    fits = {name: halves.fit(one) for name, one in steps.items()}
     return {
         "tokens_before": halves.tokens,
         "shares": list(SHARES),
         "cost": {name: np.round(halves.costs(one) / reference, 4).tolist() for name, one in steps.items()},
-        "spearman": {name: round(halves.rank_correlation(one), 4) for name, one in steps.items()},
+        "error": {name: round(error, 4) for name, (error, _) in fits.items()},
+        "spearman": {name: round(rank, 4) for name, (_, rank) in fits.items()},
     }
 
 

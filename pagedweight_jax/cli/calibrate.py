@@ -104,10 +104,12 @@ def foresight_table(foresight: dict) -> Table:
     table.add_column("blocks are lowered by", no_wrap=True)
     for share in foresight["shares"]:
         table.add_column(f"{share:.0%} freed", justify="right", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     for name, meaning in {"g": "g alone", "routing": "and routing", "prompt": "and prompt"}.items():
         costs = (f"{cost:.3f}" for cost in foresight["cost"][name])
-        table.add_row(meaning, *costs, f"{foresight['spearman'][name]:.4f}")
+        error, rank = foresight["error"][name], foresight["spearman"][name]
+        table.add_row(meaning, *costs, f"{error:.3f}", f"{rank:.4f}")
     return table
 
 

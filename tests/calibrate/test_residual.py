@@ -212,6 +212,7 @@ def test_what_lasts_is_used_and_what_does_not_is_not():
     assert report["cost"]["g"] == [1, 1, 1]
     assert max(report["cost"]["routing"]) < 0.97
     assert np.mean(report["cost"]["prompt"]) < np.mean(report["cost"]["routing"])
+    assert report["error"]["g"] > report["error"]["routing"] > report["error"]["prompt"]
     assert report["spearman"]["g"] < report["spearman"]["routing"] < report["spearman"]["prompt"]
 
     assert first_policy(fleeting).prior_tokens == 1024
