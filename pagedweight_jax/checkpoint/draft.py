@@ -140,6 +140,8 @@ class Draft:
         unfinished = self.scratch / ARRAYS
         for path in (unfinished, *self.scratch.glob(f"{ARRAYS}.*"), place):  # of a step that was cut short
             shutil.rmtree(path, ignore_errors=True)
+        if sum(array.nbytes for array in arrays.values()) > shutil.disk_usage(self.scratch).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # sooner and more quietly than TensorStore would
         with quiet_orbax():
             ocp.save(unfinished, arrays)
         for path in unfinished.rglob("*"):
@@ -261,8 +263,9 @@ def open_draft(
         except Exception as error:
             if not _is_full(error):
                 raise
-            kept = f"{len(draft.steps())} finished steps are kept in {draft.folder.name}"
-            raise UserError(f"{out}: no space left on the disk; {kept}, run the same command again") from error
+            steps = len(draft.steps())
+            kept = f"{steps} finished steps are kept in {draft.folder.name}, run the same command again"
+            raise UserError(f"{out}: no space left on the disk; {kept if steps else 'nothing was written'}") from error
         finally:
             if draft.folder.exists() and not draft.steps():
                 shutil.rmtree(draft.folder)

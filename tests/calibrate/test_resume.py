@@ -170,6 +170,17 @@ def test_a_full_disk_loses_nothing(hf_folder, whole, tmp_path, monkeypatch, erro
     assert (out / "manifest.json").read_bytes() == whole[0]
 
 
+def test_a_disk_without_room_for_a_layer_is_noticed_before_it_is_written(hf_folder, tmp_path, monkeypatch, capfd):
+    out, usage = tmp_path / "out", shutil.disk_usage
+    full = drafts.shutil.disk_usage("/")._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts.shutil, "disk_usage", lambda path: full if path.name == "scratch" else usage(path))
+        with pytest.raises(UserError, match=r"no space left on the disk; nothing was written$"):
+            convert(hf_folder, out, report=silent, **SMALL)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_conversions_do_not_write_the_same_place(hf_folder, tmp_path):
     held = pytest.raises(UserError, match=r"out\.partial: another conversion is writing there")
     with drafts.open_draft(tmp_path / "out", {"source": "x"}), held:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a paged checkpoint's pages reach the host pool, beside how fast its files can be read at all.
+
+Before each reading the files are dropped from the page cache. All checksums are verified on the way.
+
+    python benchmarks/loading.py CHECKPOINT               # all planes, then the planes below 4, 5 and 6 bits
+    python benchmarks/loading.py --layers 2               # of random pages, of the size of Qwen1.5-MoE's
+"""
+
+import argparse
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from random_checkpoint import RandomCheckpoint, qwen_moe_config
+from record import append_result
+
+from pagedweight_jax.checkpoint.draft import save
+from pagedweight_jax.checkpoint.manifest import expected_arrays, page_name
+from pagedweight_jax.checkpoint.paged import ARRAYS, PagedCheckpoint, open_checkpoint
+from pagedweight_jax.config import KINDS
+from pagedweight_jax.paging.host_pool import HostPool, fill_host_pool
+
+BLOCK_BYTES = 16 << 20
+
+
+def drop_caches(files: list[Path]) -> None:
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_files(files: list[Path]) -> int:
+    """Returns the bytes read."""
+    block, total_bytes = memoryview(bytearray(BLOCK_BYTES)), 0
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                total_bytes += count
+    return total_bytes
+
+
+def bytes_asked() -> int:
+    """Returns the bytes that this process has asked the kernel for so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def write_random(out: Path, num_layers: int) -> None:
+    """Writes a checkpoint of random pages; all else is zeros."""
+    random = RandomCheckpoint.make(qwen_moe_config(num_layers, vocab_size=64), 3, 8)
+    expected = expected_arrays(random.manifest)
+
+    def groups():
+        for layer in range(num_layers):
+            places = [(kind, page) for kind in range(len(KINDS)) for page in range(8)]
+            yield {page_name(layer, *place): random.load_pages(layer, *place) for place in places}
+        rest = [name for name in expected if not name.startswith("pages/")]
+        yield {name: np.zeros(expected[name][0], expected[name][1][0]) for name in rest}
+
+    save(out, random.manifest, groups(), {})
+
+
+def load(checkpoint: PagedCheckpoint, bits: int) -> HostPool:
+    """Returns the pool with the planes below ``bits``, as the engine fills it."""
+    manifest = checkpoint.manifest
+    leaves = (
+        (layer, kind, page, checkpoint.load_pages(layer, kind, page))
+        for layer in range(manifest.config.num_sparse_layers)
+        for kind in range(len(KINDS))
+        for page in range(bits)
+    )
+    return fill_host_pool(leaves, manifest.layouts(), jax.local_devices()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint", type=Path, nargs="?")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--bits", type=int, nargs="*", default=(4, 5, 6))
+    parser.add_argument("--results", default="benchmarks/results/loading.jsonl")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.checkpoint is None:
+            start = time.perf_counter()
+            write_random(Path(folder) / "random", args.layers)
+            print(f"written in {time.perf_counter() - start:.1f} s", flush=True)
+        measure(args.checkpoint or Path(folder) / "random", args.bits, args.results)
+
+
+def measure(path: Path, widths: list[int], results: str) -> None:
+    checkpoint = open_checkpoint(path)
+    files = [path for path in (checkpoint.path / ARRAYS / "pages").rglob("*") if path.is_file()]
+
+    drop_caches(files)
+    start = time.perf_counter()
+    file_bytes = read_files(files)
+    disk_s = time.perf_counter() - start
+    load(checkpoint, 1)  # imports and first calls
+    record = {"file_bytes": file_bytes, "disk_s": disk_s, "disk_gb_per_s": file_bytes / disk_s / 1e9, "loads": []}
+    for bits in (checkpoint.manifest.max_bits, *widths):
+        drop_caches(files)
+        asked, start = bytes_asked(), time.perf_counter()
+        pool = load(checkpoint, bits)
+        load_s, pool_bytes = time.perf_counter() - start, pool.host_bytes
+        asked_bytes = bytes_asked() - asked
+        del pool
+        record["loads"].append(
+            {
+                "bits": bits,
+                "pool_bytes": pool_bytes,
+                "asked_bytes": asked_bytes,
+                "load_s": load_s,
+                "gb_per_s": pool_bytes / load_s / 1e9,
+            }
+        )
+    record["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for name, value in record.items():
+        for line in value if isinstance(value, list) else [value]:
+            print(f"{name:16} {line}")
+    append_result(results, "loading", record)
+
+
+if __name__ == "__main__":
+    main()
