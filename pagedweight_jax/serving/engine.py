@@ -30,7 +30,7 @@ from pagedweight_jax.planning.planner import plan_reload, plan_step, releasable_
 from pagedweight_jax.planning.pressure import target_bytes_from_kv_pressure
 from pagedweight_jax.planning.queue import MovePlan, PlanQueue
 from pagedweight_jax.serving.calls import Call, collect, dispatch
-from pagedweight_jax.serving.events import BoundaryEvent, MemoryUse, Moves
+from pagedweight_jax.serving.events import BoundaryEvent, EventLog, MemoryUse, Moves
 from pagedweight_jax.serving.kv_blocks import KVBlocks
 from pagedweight_jax.serving.ledger import tree_bytes
 from pagedweight_jax.serving.loading import BATCH_PAGES, floor_bits, load
@@ -38,9 +38,6 @@ from pagedweight_jax.serving.request import Request, SamplingParams, token_ids
 from pagedweight_jax.serving.residency import Residency
 from pagedweight_jax.serving.scheduler import Schedule, Scheduler
 from pagedweight_jax.serving.state import MAX_STOP_IDS
-
-KEPT_EVENTS = 10_000
-"""The newest boundaries that an engine remembers, some 30 MB; ``on_event`` sees all."""
 
 
 class Engine:
@@ -51,7 +48,7 @@ class Engine:
 
     Attributes:
       ledger: what the device holds.
-      events: the records of the last ``KEPT_EVENTS`` boundaries, oldest first.
+      events: one record per boundary; the newest ones are kept, ``on_event`` sees all.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Engine:
         self.config = config
         self.model = checkpoint.manifest.config
         self.ledger = loaded.ledger
-        self.events: list[BoundaryEvent] = []
+        self.events = EventLog()
         self.on_event = on_event
         self.weights = loaded.weights
         self.state = loaded.state
@@ -341,5 +338,4 @@ class Engine:
         self._boundary += 1
         self._arrived, self._cancelled, self._lowered_to = [], [], None
         self.events.append(event)
-        del self.events[:-KEPT_EVENTS]
         self.on_event(event)

@@ -2,11 +2,15 @@
 """The engine's record: one line per boundary, with the numbers behind every decision."""
 
 import json
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pagedweight_jax.errors import UserError
+
+KEPT_EVENTS = 10_000
+"""Boundaries that an engine remembers, some 30 MB."""
 
 Changes = tuple[tuple[int, int, int, int, int], ...]
 """(layer, expert, kind, from bits, to bits) of blocks whose committed bits changed."""
@@ -91,6 +95,37 @@ class BoundaryEvent(Moves, MemoryUse):
     target_bytes: int
     mean_bits: float
     blocks_by_bits: dict[int, int]
+
+
+class EventLog(Sequence[BoundaryEvent]):
+    """The records of an engine's boundaries; only the newest ones are kept, so that a server's memory stays bounded.
+
+    An index is the number of a boundary, whatever was let go: ``first = len(events)`` and later ``events[first:]`` are
+    the events in between. Iteration, and a slice, yield what is kept.
+    """
+
+    def __init__(self, kept: int = KEPT_EVENTS):
+        self._kept: deque[BoundaryEvent] = deque(maxlen=kept)
+        self._count = 0
+
+    def append(self, event: BoundaryEvent) -> None:
+        self._kept.append(event)
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[BoundaryEvent]:
+        return iter(self._kept)
+
+    def __getitem__(self, index):
+        gone = self._count - len(self._kept)
+        numbers = range(self._count)[index]
+        if isinstance(index, slice):
+            return [self._kept[number - gone] for number in numbers if number >= gone]
+        if numbers < gone:
+            raise IndexError(f"boundary {numbers}: only those from {gone} on are kept")
+        return self._kept[numbers - gone]
 
 
 def read_events(path: Path) -> list[BoundaryEvent]:

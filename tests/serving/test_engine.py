@@ -12,9 +12,8 @@ from pagedweight_jax.checkpoint.policy import load_calibration
 from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.policy import Policy
-from pagedweight_jax.serving import engine as engine_module
 from pagedweight_jax.serving.engine import Engine
-from pagedweight_jax.serving.events import write_events
+from pagedweight_jax.serving.events import EventLog, write_events
 from pagedweight_jax.serving.request import SamplingParams
 
 PLANNER = PlannerConfig(low_watermark_blocks=2, high_watermark_blocks=4, hysteresis_boundaries=2)
@@ -250,14 +249,20 @@ def test_a_budget_is_refused_for_what_the_policy_lets_the_experts_give_way(tiny)
             Engine(tiny.checkpoint, replace(CONFIG, memory_bytes=100_000, mode=mode), calibration=calibration)
 
 
-def test_events_are_kept_as_far_as_they_are_few(engines, monkeypatch):
+def test_every_event_is_told_and_the_newest_are_kept(engines):
     engine, seen = engines(mode="frozen", bits=4), []
-    monkeypatch.setattr(engine_module, "KEPT_EVENTS", 3)
-    monkeypatch.setattr(engine, "on_event", seen.append)
+    events, on_event = engine.events, engine.on_event
+    engine.events, engine.on_event = EventLog(kept=3), seen.append
     for _ in range(5):
         engine.step()
-    assert len(seen) == 5
-    assert engine.events == seen[2:]
+    log, engine.events, engine.on_event = engine.events, events, on_event
+    assert len(seen) == len(log) == 5
+    assert list(log) == log[0:] == log[:] == seen[2:]
+    assert (log[2], log[-1], log[3:4], log[5:]) == (seen[2], seen[4], seen[3:4], [])
+    with pytest.raises(IndexError, match="boundary 1: only those from 2 on are kept"):
+        log[1]
+    with pytest.raises(IndexError):
+        log[5]
 
 
 def test_bad_options_are_refused():
