@@ -29,14 +29,22 @@ class NumpyRows:
     def _sorted_columns(self, w_RC: np.ndarray) -> np.ndarray:
         """Returns int64[R, C], every row's columns in ascending order of their weights."""
         # One integer a weight: its bits, ordered as the weight is, above its column. Such keys sort fast, and one way.
+        C = w_RC.shape[1]
         bits_RC, flips_RC = w_RC.view(np.int32), self._array("flips", w_RC.shape, np.int32)
         np.right_shift(bits_RC, 31, out=flips_RC)
         flips_RC &= 0x7FFFFFFF
         flips_RC ^= bits_RC
         key_RC = self._array("key", w_RC.shape, np.int64)
+        if C <= 1 << 16 and not np.bitwise_or.reduce(bits_RC, axis=None) & 0xFFFF:  # a bfloat16 leaves room for it
+            flips_RC &= -1 << 16
+            flips_RC |= np.arange(C, dtype=np.int32)
+            flips_RC.sort(axis=1)
+            key_RC[:] = flips_RC
+            key_RC &= 0xFFFF
+            return key_RC
         key_RC[:] = flips_RC
         key_RC <<= 32
-        key_RC |= np.arange(w_RC.shape[1])
+        key_RC |= np.arange(C)
         key_RC.sort(axis=1)
         key_RC &= 0xFFFFFFFF
         return key_RC
@@ -64,11 +72,16 @@ class NumpyRows:
         start_RI[:] = np.arange(C + 1)
         equal_RC = self._array("equal", (R, C - 1), bool)
         np.equal(value_RC[:, 1:], value_RC[:, :-1], out=equal_RC)
-        for r in np.flatnonzero(equal_RC.any(1)):
-            start_RI[r, 1:-1][equal_RC[r]] = 0
-            np.maximum.accumulate(start_RI[r], out=start_RI[r])
-            distinct_R[r] -= np.count_nonzero(equal_RC[r])
-            mass_RI[r], moment_RI[r] = mass_RI[r, start_RI[r]], moment_RI[r, start_RI[r]]
+        some = np.flatnonzero(equal_RC.any(1))
+        if some.size:
+            some = some if 2 * some.size < R else slice(None)  # all rows: in place
+            starts = start_RI[some]
+            starts[:, 1:-1] *= ~equal_RC[some]
+            start_RI[some] = np.maximum.accumulate(starts, axis=1, out=starts)
+            distinct_R[some] -= np.count_nonzero(equal_RC[some], axis=1)
+            flat = start_RI[some] + (C + 1) * np.arange(R)[some, None]
+            for sums_RI in (mass_RI, moment_RI):
+                sums_RI[some] = np.take(sums_RI.reshape(-1), flat, out=self._array("gain", flat.shape), mode="clip")
         return SortedRows(order_RC, value_RC, center_R1, mass_RI, moment_RI, start_RI, distinct_R)
 
     def best_cuts(self, rows: SortedRows, clustering: Clustering) -> np.ndarray:
