@@ -64,6 +64,7 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self._leave_row(request)
+        request.signals = None  # the record may be kept for long
 
     def _leave_row(self, request: Request) -> None:
         del self.running[request.row]

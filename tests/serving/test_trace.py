@@ -170,11 +170,22 @@ def engine(tiny):
     engine.close()
 
 
-def serve(engine, *work):
-    requests = [engine.add_request(*one) for one in work]
-    while engine.has_work:
-        engine.step()
-    return requests
+@pytest.fixture
+def serve(engine, monkeypatch):
+    """The function ``serve(*work) -> requests, each with the signals that it had at its end``; drains the engine."""
+    at_end, finish = {}, engine.scheduler.finish
+    monkeypatch.setattr(
+        engine.scheduler, "finish", lambda request: (at_end.__setitem__(request, request.signals), finish(request))
+    )
+
+    def run(*work):
+        requests = [engine.add_request(*one) for one in work]
+        while engine.has_work:
+            engine.step()
+        assert all(request.signals is None for request in requests)
+        return [(request, at_end[request]) for request in requests] if work else list(at_end.items())
+
+    return run
 
 
 def forgotten(weights, tokens, calls):
@@ -192,27 +203,27 @@ def forgotten(weights, tokens, calls):
     return expected
 
 
-def assert_signals(request, expected):
+def assert_signals(signals, expected):
     for name in ("mass_LE", "norm_LEU", "square_LEU", "max_LEU"):
-        np.testing.assert_allclose(getattr(request.signals, name), expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(getattr(signals, name), expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
     tokens_per_layer = expected["count_LE"].sum(axis=1) / 2
-    np.testing.assert_allclose(request.signals.tokens, tokens_per_layer, rtol=1e-6)
+    np.testing.assert_allclose(signals.tokens, tokens_per_layer, rtol=1e-6)
 
 
-def test_a_request_gathers_what_its_own_tokens_showed(engine, tiny):
+def test_a_request_gathers_what_its_own_tokens_showed(engine, tiny, serve):
     weights = tiny.dequantized(engine.residency.table.committed_LEU)
     rng = np.random.default_rng(8)
     prompt, scored = (tuple(rng.integers(1, 128, n).tolist()) for n in (21, 40))
     params = SamplingParams(max_tokens=11, ignore_eos=True)
-    requests = serve(engine, (prompt, params), (scored, None), (scored[:7], params))
-    assert_signals(requests[0], forgotten(weights, requests[0].tokens[:-1], [16, 5, 4, 4, 2]))
-    assert_signals(requests[1], forgotten(weights, scored, [16, 16, 8]))
-    assert_signals(requests[2], forgotten(weights, requests[2].tokens[:-1], [7, 4, 4, 2]))
+    (long, of_long), (_, of_scored), (short, of_short) = serve((prompt, params), (scored, None), (scored[:7], params))
+    assert_signals(of_long, forgotten(weights, long.tokens[:-1], [16, 5, 4, 4, 2]))
+    assert_signals(of_scored, forgotten(weights, scored, [16, 16, 8]))
+    assert_signals(of_short, forgotten(weights, short.tokens[:-1], [7, 4, 4, 2]))
     with pytest.raises(AssertionError):
-        assert_signals(requests[2], forgotten(weights, requests[2].tokens[:-1], [7, 4, 4, 1]))
+        assert_signals(of_short, forgotten(weights, short.tokens[:-1], [7, 4, 4, 1]))
 
 
-def test_a_preempted_request_counts_its_tokens_once(engine, tiny, monkeypatch):
+def test_a_preempted_request_counts_its_tokens_once(engine, tiny, serve, monkeypatch):
     weights = tiny.dequantized(engine.residency.table.committed_LEU)
     request = engine.add_request(tuple(range(1, 20)), SamplingParams(max_tokens=20, ignore_eos=True))
     for _ in range(3):
@@ -227,15 +238,15 @@ def test_a_preempted_request_counts_its_tokens_once(engine, tiny, monkeypatch):
     assert counted
     assert request.signals is None, "their sums are not: they will be read again"
     known, left = request.num_tokens, 38 - request.num_tokens
-    serve(engine)
-    assert_signals(request, forgotten(weights, request.tokens[:-1], [16, known - 16, *[4] * (left // 4), left % 4]))
+    [(request, signals)] = serve()
+    assert_signals(signals, forgotten(weights, request.tokens[:-1], [16, known - 16, *[4] * (left // 4), left % 4]))
 
 
-def test_the_planner_sees_the_running_requests_and_their_blocks(engine, monkeypatch):
+def test_the_planner_sees_the_running_requests_and_their_blocks(engine, serve, monkeypatch):
     seen, plan_step = [], engine_module.plan_step
     monkeypatch.setattr(engine_module, "plan_step", lambda *args: (seen.append(args[1]), plan_step(*args))[1])
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    serve(engine, (tuple(range(1, 31)), params), (tuple(range(1, 5)), params))
+    serve((tuple(range(1, 31)), params), (tuple(range(1, 5)), params))
     assert seen[0].requests == ()
     assert max(len(observation.requests) for observation in seen) == 2
     both = next(observation for observation in seen if len(observation.requests) == 2)
@@ -244,18 +255,18 @@ def test_the_planner_sees_the_running_requests_and_their_blocks(engine, monkeypa
     assert both.kv_blocks == (-(-(30 + 4) // block_tokens), -(-(4 + 5 + 2 * 4) // block_tokens))
 
 
-def test_nothing_is_read_or_kept_where_nobody_asks(engine):
+def test_nothing_is_read_or_kept_where_nobody_asks(engine, serve):
     config = engine.config
     for planner in (
         PlannerConfig(routing_statistics=False, prompt_residual=False),
         PlannerConfig(page_movement=False),
     ):
         engine.config = dataclasses.replace(config, planner=planner)
-        [request] = serve(engine, (tuple(range(1, 9)), SamplingParams(max_tokens=5)))
-        assert request.signals is None
+        [(_, signals)] = serve((tuple(range(1, 9)), SamplingParams(max_tokens=5)))
+        assert signals is None
     engine.config = config
     engine.add_request((1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
     held_bytes = sum(array.nbytes for call in engine._in_flight for array in call.arrays)
     assert 2 * sums_bytes(2, 4) < held_bytes <= engine.ledger.result_bytes
-    serve(engine)
+    serve()
