@@ -105,7 +105,7 @@ class Request:
       decoding: True once its last chunk was given to the device.
       generated: tokens seen by the host.
       logprobs: of a scoring request, one of each prompt token but the first.
-      signals: what its tokens showed of the experts, as far as the host has seen; None before the first, and at its end.
+      signals: what its tokens showed of the experts, as far as the host has seen; None before that and once it ended.
       num_preemptions: times it lost its row and began again.
       cancelled: True once nobody wants it any more.
     """
