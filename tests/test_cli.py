@@ -62,7 +62,7 @@ def test_a_dry_run_reads_no_weight_and_writes_nothing(run_cli, hf_folder, conver
     assert 0.5 * pages < costs["pages_bytes"] < costs["disk_bytes"]
     code, out, _ = run_cli("convert", hf_folder, tmp_path / "out", *SMALL, "--dry-run")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == ["reads", "writes", "disk", "memory"]
+    assert [line.split()[0] for line in out.splitlines()] == ["reads", "writes", "disk", "memory", "device"]
 
 
 def test_convert_prints_json_and_takes_another_text(run_cli, hf_folder, tmp_path):

@@ -33,6 +33,9 @@ RAM_BYTES = 4 << 30
 PROGRAM_BYTES = 768 << 20
 """What Python, JAX, compiled programs and the quantizer's tables take, about: the demo model peaks at 789 MiB."""
 
+QUANTIZER_BYTES = 100
+"""What a GPU's quantizer takes for every weight of the linear-block at hand: XLA says 92."""
+
 PACKAGES = ("pagedweight-jax", "jax", "numpy", "orbax-checkpoint")
 
 Report = Callable[[str], None]
@@ -88,6 +91,7 @@ class Costs:
       layer_bytes: the weights of the largest layer.
       disk_bytes: the most that the conversion takes on the disk.
       ram_bytes: about the most that it takes in memory.
+      device_bytes: about the most that it takes on a GPU; 0 without one.
     """
 
     read_bytes: int
@@ -98,6 +102,7 @@ class Costs:
     layer_bytes: int
     disk_bytes: int
     ram_bytes: int
+    device_bytes: int
 
 
 def prepare(
@@ -166,8 +171,12 @@ def costs(job: Job) -> Costs:
     in_memory = hidden_bytes <= job.ram_bytes
     S = job.sequences_NS.shape[1]
     attention_bytes = 2 * BATCH_SEQUENCES * config.num_heads * S * S * 4  # scores and probabilities
-    running_bytes = 2 * layer_bytes + attention_bytes  # the weights as they were read, and as XLA has them
-    quantizing_bytes = layer_bytes + 5 * max(kind_weights) + layer_pages_bytes  # float32 and codes of a kind; pages
+    on_gpu = jax.default_backend() == "gpu"
+    # The layer as it was read and, without a GPU, as XLA has it; then beside it the codes, LUTs and pages.
+    running_bytes = (1 if on_gpu else 2) * layer_bytes + (0 if on_gpu else attention_bytes)
+    quantizing_bytes = layer_bytes + 2 * max(kind_weights) + layer_pages_bytes
+    block_bytes = QUANTIZER_BYTES * max(layout.rows * layout.columns for layout in layouts)
+    device_bytes = max(layer_bytes + attention_bytes, 6 * max(kind_weights) + block_bytes)
     outer_bytes = _nbytes(replace(shapes, layers=()))
     return Costs(
         read_bytes=_nbytes(shapes),
@@ -178,6 +187,7 @@ def costs(job: Job) -> Costs:
         layer_bytes=layer_bytes,
         disk_bytes=pages_bytes + dense_bytes + 2 * hidden_bytes,
         ram_bytes=PROGRAM_BYTES + max(running_bytes, quantizing_bytes, outer_bytes) + in_memory * hidden_bytes,
+        device_bytes=on_gpu * device_bytes,
     )
 
 

@@ -110,6 +110,7 @@ def print_costs(costs: dict, as_json: bool) -> None:
         "writes": f"{format_size(costs['pages_bytes'])} of pages, {format_size(costs['dense_bytes'])} of dense weights",
         "disk": f"up to {format_size(costs['disk_bytes'])}",
         "memory": f"about {format_size(costs['ram_bytes'])}; {hidden}",
+        "device": f"about {format_size(costs['device_bytes'])}" if costs["device_bytes"] else "no GPU: all on the host",
     }
     for name, line in lines.items():
         print(f"{name:8}{line}")
