@@ -18,7 +18,7 @@ class JaxRows:
     def sort(self, w_RC: jax.Array, h_C: jax.Array) -> SortedRows:
         bits_RC = jax.lax.bitcast_convert_type(w_RC, jnp.int32)
         key_RC = (bits_RC ^ ((bits_RC >> 31) & 0x7FFFFFFF)).astype(jnp.int64) << 32 | np.arange(w_RC.shape[1])
-        order_RC = jnp.sort(key_RC, axis=1).astype(jnp.int32)  # the columns; as in NumpyRows
+        order_RC = jnp.sort(key_RC, axis=1, stable=False).astype(jnp.int32)  # the columns; as in NumpyRows
         value_RC = jnp.take_along_axis(w_RC, order_RC, axis=1)
         h_RC = h_C[order_RC]
         center_R1 = value_RC[:, value_RC.shape[1] // 2, None].astype(jnp.float64)

@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pagedweight_jax.calibrate.any_precision import CHUNK_ROWS, dequantize, positive_importance, quantize
+from pagedweight_jax.calibrate.any_precision import (
+    CHUNK_ROWS,
+    dequantize,
+    positive_importance,
+    quantize,
+    quantize_on_device,
+    quantize_on_host,
+)
+from pagedweight_jax.calibrate.sensitivity import sensitivity
 from pagedweight_jax.errors import UserError
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages, pack_page
 
@@ -207,3 +216,34 @@ def test_a_centroid_beyond_float16_is_named():
 def test_bitwidths_out_of_range_are_refused(bits):
     with pytest.raises(UserError, match=r"bitwidths must lie in 1..8"):
         quantize(*random_blocks(), *bits)
+
+
+def check_device(E, N, C, bits):
+    """What ``quantize`` does on JAX's default device against numpy."""
+    w_ENC, importance_EC = random_blocks(E, N, C)
+    w_ENC[1].view(np.uint32)[:] &= 0xFFFF0000
+    h_EC = positive_importance(importance_EC)
+    host, host_finite_EN = quantize_on_host(w_ENC, h_EC, *bits)
+    device, finite_EN = quantize_on_device(w_ENC, h_EC, *bits)
+    assert isinstance(device.codes_ENC, jax.Array)
+    np.testing.assert_array_equal(device.codes_ENC, host.codes_ENC)
+    assert finite_EN.all()
+    assert host_finite_EN.all()
+    for b, lut_ENK in host.luts.items():
+        np.testing.assert_allclose(device.luts[b], lut_ENK, rtol=2**-10, atol=2**-24)
+    s_EQ = sensitivity(w_ENC, host, importance_EC, *bits)
+    np.testing.assert_allclose(sensitivity(w_ENC, device, importance_EC, *bits), s_EQ, rtol=1e-4)
+    w_ENC[1, 2, 3] = np.nan
+    assert np.argwhere(~quantize_on_device(w_ENC, h_EC, *bits)[1]).tolist() == [[1, 2]]
+    assert np.argwhere(~quantize_on_host(w_ENC, h_EC, *bits)[1])[0].tolist() == [1, 2]
+
+
+def test_blocks_on_a_device_are_those_of_the_host():
+    check_device(2, 6, 64, (2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 256, 2048), (2, 96, 1408)])
+def test_blocks_on_a_gpu_are_those_of_the_host(shape):
+    assert jax.default_backend() == "gpu"
+    check_device(*shape, (3, 8))
