@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who runs at the next call: admission in order of arrival, chunks of prompts, room for the next tokens, preemption."""
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -96,13 +97,14 @@ class Scheduler:
         tokens = request.num_tokens + 2 * self.steps_per_call
         return self.blocks.blocks_for(min(tokens, request.max_context_tokens))
 
-    def schedule(self, may_wait: bool) -> Schedule:
+    def schedule(self, may_wait: bool, releasable_blocks: int = 0) -> Schedule:
         """Decides a boundary and takes the KV blocks that it needs.
 
         Args:
           may_wait: True if weights can still give way, or frames are about to become reusable: when a row finds no
             block, the boundary then passes without a call, for a call steps every row. Otherwise the youngest request
             is preempted and will be computed again.
+          releasable_blocks: KV blocks that weights could still give up.
         """
         preempted: list[tuple[int, Request]] = []
         stalled = False
@@ -114,7 +116,7 @@ class Scheduler:
                 preempted.append(self._preempt_youngest())
         if stalled:
             return Schedule()
-        return self._calls([] if preempted else self._admit(), preempted)
+        return self._calls([] if preempted else self._admit(releasable_blocks), preempted)
 
     def schedule_as(self, *, num_admitted: int, num_preempted: int, calls: bool) -> Schedule:
         """Decides a boundary as it was decided before, and takes the KV blocks that it needs.
@@ -132,7 +134,7 @@ class Scheduler:
         for request in self._by_arrival():
             if not self._grow(request):
                 raise UserError(f"the arena has no KV block for request {request.number}")
-        return self._calls(self._admit(num_admitted), preempted)
+        return self._calls(self._admit(math.inf, num_admitted), preempted)
 
     def _grow(self, request: Request) -> bool:
         return self.blocks.grow(request.row, self._context_tokens(request))
@@ -146,22 +148,31 @@ class Scheduler:
     def _by_arrival(self) -> list[Request]:
         return sorted(self.running.values(), key=lambda r: r.number)
 
-    def _admit(self, most: int | None = None) -> list[Request]:
+    def _admit(self, releasable_blocks: float, most: int | None = None) -> list[Request]:
+        """Gives rows to waiting requests in order, at most ``most``, and takes the blocks of their next call.
+
+        A request is admitted while all prompts fit into the free blocks, or while all that every request may grow to
+        fits into these and the releasable ones: then no row will ever have to be preempted for it.
+        """
         admitted = []
         free_rows = [row for row in range(len(self.blocks.num_blocks_B)) if row not in self.running][:most]
-        growth = sum(self.blocks.missing_blocks(row, r.num_tokens) for row, r in self.running.items())
+        prompt_blocks = sum(self.blocks.missing_blocks(row, r.num_tokens) for row, r in self.running.items())
+        context_blocks = sum(self.blocks.missing_blocks(row, r.max_context_tokens) for row, r in self.running.items())
         while self.waiting and free_rows:
-            request = self.waiting[0]
-            needed = self._admission_blocks(request)
-            if needed + growth > self.blocks.free_blocks:
+            request, row = self.waiting[0], free_rows[0]
+            prompt_blocks += self._admission_blocks(request)
+            context_blocks += self.blocks.blocks_for(request.max_context_tokens)
+            free_blocks = self.blocks.free_blocks
+            if prompt_blocks > free_blocks and context_blocks > free_blocks + releasable_blocks:
                 break
-            growth += needed
-            request = self.waiting.popleft()
+            if not self.blocks.grow(row, self._context_tokens(request)):
+                break
             request.row = free_rows.pop(0)
-            self.running[request.row] = request
-            self._grow(request)
+            self.running[row] = self.waiting.popleft()
             admitted.append(request)
-            growth -= int(self.blocks.num_blocks_B[request.row])
+            held_blocks = int(self.blocks.num_blocks_B[row])
+            prompt_blocks -= held_blocks
+            context_blocks -= held_blocks
         return admitted
 
     def _next_chunk(self, request: Request) -> Chunk:

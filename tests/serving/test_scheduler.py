@@ -99,12 +99,12 @@ class World:
         self.allocator.retire(leaving)
         self.retiring = np.concatenate([self.retiring, leaving])
 
-    def boundary(self, may_wait=None):
+    def boundary(self, may_wait=None, releasable_blocks=0):
         """One step of the engine; returns its schedule. By default rows may wait as long as weights can give way."""
         can_release = bool(self.stolen or len(self.retiring))
         self.allocator.give(self.retiring)
         self.retiring = np.empty(0, np.int32)
-        schedule = self.scheduler.schedule(may_wait=can_release if may_wait is None else may_wait)
+        schedule = self.scheduler.schedule(can_release if may_wait is None else may_wait, releasable_blocks)
         if self.scheduler.pending_blocks() > self.blocks.free_blocks:
             self.give_way(3)
         self.admissions += schedule.admitted
@@ -302,8 +302,8 @@ class ForgetsWhoIsInFlight(Scheduler):
 
 
 class NeverPreempts(Scheduler):
-    def schedule(self, may_wait):
-        return super().schedule(may_wait=True)
+    def schedule(self, may_wait, releasable_blocks):
+        return super().schedule(True, releasable_blocks)
 
 
 @pytest.mark.parametrize("wrong", [ReservesOneCall, PreemptsToTheEnd, ForgetsWhoIsInFlight, NeverPreempts])
@@ -348,3 +348,17 @@ def test_while_weights_give_way_nobody_is_preempted():
     world.drain()
     assert not any(r.num_preemptions for r in world.requests)
     world.check_end()
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "releasable_blocks", "admitted"),
+    [(0, 5, 4), (BLOCK_TOKENS, 5, 3), (2 * BLOCK_TOKENS, 5, 2), (0, 0, 2), (BLOCK_TOKENS, 0, 1)],
+)
+def test_what_fits_once_weights_give_way_is_let_in_now(max_tokens, releasable_blocks, admitted):
+    """Against blocks that are not free yet counts all that a request may grow to, not its prompt alone."""
+    world = small_world(max_blocks=9)
+    for _ in range(4):
+        world.add(prompt_tokens=2 * BLOCK_TOKENS, max_tokens=max_tokens, until_stop=0)
+    world.steal(5 * world.geometry.frames_per_block)
+    world.boundary(releasable_blocks=releasable_blocks)
+    assert len(world.scheduler.running) == admitted
