@@ -10,6 +10,9 @@ from pagedweight_jax.cli.common import print_json, progress_bars
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.units import format_size, parse_size
 
+PRESSURE_BATCH = 16
+"""Windows that a dynamic policy is scored on together."""
+
 
 def add_verbs(verbs) -> None:
     """Adds ``generate`` and ``evaluate`` to the sub-parsers ``verbs``."""
@@ -34,8 +37,11 @@ def add_verbs(verbs) -> None:
         help=f"tokens of a window (default {ServeConfig.max_model_len}, or the model's context if that is shorter)",
     )
     verb.add_argument("--limit", type=int, help="score this many windows at most")
-    most_rows = ServeConfig.max_num_seqs
-    verb.add_argument("--rows", type=int, help=f"windows scored together (default 1 frozen, {most_rows} dynamic)")
+    verb.add_argument(
+        "--batch", type=int, help=f"windows scored together (default 1 frozen, {PRESSURE_BATCH} dynamic)"
+    )
+    verb.add_argument("--reference", metavar="HF_DIR", type=Path, help="source folder: also measure KL divergence")
+    verb.add_argument("--schedule", metavar="FILE", type=Path, help="write each boundary's bits and memory as JSON")
     _add_common(verb)
 
 
@@ -84,7 +90,9 @@ def evaluate(args: argparse.Namespace) -> int:
     from pagedweight_jax.calibrate.text import read_text
     from pagedweight_jax.checkpoint.paged import open_checkpoint
     from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
-    from pagedweight_jax.evaluate.perplexity import perplexity, score_served, split_windows
+    from pagedweight_jax.evaluate.perplexity import split_windows
+    from pagedweight_jax.evaluate.pressure import score_under_pressure
+    from pagedweight_jax.evaluate.schedule import write_schedule
     from pagedweight_jax.serving.engine import Engine
 
     checkpoint = open_checkpoint(args.checkpoint)
@@ -92,10 +100,9 @@ def evaluate(args: argparse.Namespace) -> int:
     context_tokens = checkpoint.manifest.config.max_position_embeddings
     window_tokens = args.window if args.window is not None else min(ServeConfig.max_model_len, context_tokens)
     windows = split_windows(tokens, window_tokens, args.limit)
-    rows = args.rows if args.rows is not None else 1 if args.mode == "frozen" else ServeConfig.max_num_seqs
     config = ServeConfig(
         memory_bytes=1,
-        max_num_seqs=rows,
+        max_num_seqs=args.batch if args.batch is not None else 1 if args.mode == "frozen" else PRESSURE_BATCH,
         max_model_len=window_tokens,
         prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, window_tokens),
         mode=args.mode,
@@ -103,27 +110,48 @@ def evaluate(args: argparse.Namespace) -> int:
     )
     config = _with_budget(config, checkpoint.manifest, args.memory)
     with progress_bars() as (progress, _):
+        reference = _reference(args.reference, checkpoint.manifest.config, windows, progress)
         engine = Engine(checkpoint, config, progress=progress)
         try:
-            scores = score_served(engine, windows, lambda done, total: progress("score", done, total))
+            score = score_under_pressure(engine, windows, reference, lambda *done: progress("score", *done))
         finally:
             engine.close()
-    scored = [event for event in engine.events if event.chunks]
-    chunks = sum(event.chunks for event in scored)
-    result = asdict(perplexity(scores)) | {
+    schedule = score.schedule
+    if args.schedule:
+        write_schedule(args.schedule, schedule)
+    result = asdict(score.perplexity) | {
+        "kl": score.kl,
+        "kl_standard_error": score.kl_standard_error,
         "mode": args.mode,
-        "mean_bits": sum(event.chunks * event.mean_bits for event in scored) / chunks,
-        "lowest_bits": min(event.mean_bits for event in scored),
+        "batch": config.max_num_seqs,
+        "mean_bits": schedule.mean_bits,
+        "lowest_bits": schedule.lowest_bits,
         "budget_bytes": config.memory_bytes,
+        "peak_device_bytes": max(boundary.device_bytes for boundary in schedule.boundaries),
     }
     if args.json:
         print_json(result)
     else:
+        kl = "" if score.kl is None else f", KL {score.kl:.5f} ± {score.kl_standard_error:.5f} nats a token,"
         print(
-            f"perplexity {result['perplexity']:.4f} on {result['windows']} windows of {result['window_tokens']} "
+            f"perplexity {result['perplexity']:.4f}{kl} on {result['windows']} windows of {result['window_tokens']} "
             f"tokens; {_bits_line(engine)}"
         )
     return 0
+
+
+def _reference(folder: Path | None, config, windows, progress):
+    """Returns the unquantized model on the windows, in float32, or None where no folder was given."""
+    from pagedweight_jax.checkpoint.hf import load_config, load_weights
+    from pagedweight_jax.errors import UserError
+    from pagedweight_jax.evaluate.divergence import reference
+
+    if folder is None:
+        return None
+    if load_config(folder) != config:
+        raise UserError(f"{folder}: not the model that the checkpoint was made of, its configuration is another")
+    weights = load_weights(folder, config, "float32", lambda line: None)
+    return reference(weights, windows, lambda *done: progress("reference", *done))
 
 
 def _with_budget(config, manifest, memory_bytes: int | None):

@@ -84,8 +84,8 @@ def logits(weights: Weights, hidden_TD: jax.Array) -> jax.Array:
         return matmul(hidden_TD, head_DV)
 
 
-def dense_forward(weights: Weights, tokens_T: jax.Array) -> jax.Array:
-    """Returns the logits of one whole sequence, float32[T, V], with dense experts and no cache; vmap for a batch."""
+def dense_hidden(weights: Weights, tokens_T: jax.Array) -> jax.Array:
+    """Returns one whole sequence's hidden states after the final norm, [T, D], with dense experts and no cache."""
     config = weights.config
     act = activation(config.hidden_act)
     expert_weights = [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, MoEWeights)]
@@ -98,4 +98,9 @@ def dense_forward(weights: Weights, tokens_T: jax.Array) -> jax.Array:
 
     positions_T = jnp.arange(tokens_T.shape[0])
     _, hidden_TD = forward(weights, tokens_T, positions_T, None, attend, experts)
-    return logits(weights, hidden_TD)
+    return hidden_TD
+
+
+def dense_forward(weights: Weights, tokens_T: jax.Array) -> jax.Array:
+    """Returns the logits of one whole sequence, float32[T, V], with dense experts and no cache; vmap for a batch."""
+    return logits(weights, dense_hidden(weights, tokens_T))

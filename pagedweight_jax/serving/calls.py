@@ -24,7 +24,7 @@ class Result:
       request: whose it is.
       attempt: the request's preemptions when the call ran. If it was preempted since, all but its tokens is void.
       tokens: generated ones.
-      logprobs: of a scoring request.
+      logprobs: of a scoring request; ``hidden_TD``: of one that asked for hidden states.
       read_tokens: how many tokens the model read.
       sums: of those, numpy arrays without an axis of rows; None where nobody asked.
     """
@@ -33,6 +33,7 @@ class Result:
     attempt: int
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    hidden_TD: np.ndarray | None = None
     read_tokens: int
     sums: RoutingSums | None
 
@@ -45,6 +46,7 @@ class ChunkCall:
       request, attempt, read_tokens: as in ``Result``.
       token: int32 scalar, the one after a prompt's last chunk; None for other chunks.
       logprobs_T: float32, of a scoring request; ``num_logprobs``: how many of them count.
+      hidden_TD: of a scoring request that asked for hidden states. They are its owner's, beyond the memory budget.
       sums: the chunk's, or None.
     """
 
@@ -54,6 +56,7 @@ class ChunkCall:
     token: jax.Array | None = None
     logprobs_T: jax.Array | None = None
     num_logprobs: int = 0
+    hidden_TD: jax.Array | None = None
     sums: RoutingSums | None
 
     @property
@@ -68,6 +71,7 @@ class ChunkCall:
                 attempt=self.attempt,
                 tokens=() if self.token is None else (int(self.token),),
                 logprobs=() if self.logprobs_T is None else np.asarray(self.logprobs_T)[: self.num_logprobs].tolist(),
+                hidden_TD=None if self.hidden_TD is None else np.asarray(self.hidden_TD)[: self.read_tokens],
                 read_tokens=self.read_tokens,
                 sums=jax.device_get(self.sums),
             )
@@ -156,6 +160,8 @@ def collect(calls: Sequence[Call], half_life_tokens: float) -> tuple[list[Reques
         num_tokens += len(result.tokens)
         if result.attempt == request.num_preemptions:
             request.logprobs += result.logprobs
+            if result.hidden_TD is not None:
+                request.hidden.append(result.hidden_TD)
             if result.sums is not None and result.read_tokens:
                 before = request.signals or RequestSignals.empty(*result.sums.mass_LE.shape)
                 request.signals = observe(before, result.sums, result.read_tokens, half_life_tokens)
@@ -167,11 +173,11 @@ def collect(calls: Sequence[Call], half_life_tokens: float) -> tuple[list[Reques
 def _start_chunk(programs: Programs, weights: Weights, state: DecodeState, chunk: Chunk, size: int, keep_sums: bool):
     request, num_tokens = chunk.request, len(chunk.tokens)
     row, tokens_T, count = np.int32(request.row), padded(chunk.tokens, size), np.int32(num_tokens)
-    token = logprobs_T = None
+    token = logprobs_T = hidden_TD = None
     targets: tuple[int, ...] = ()
     if request.params is None:
         targets = request.prompt[chunk.start + 1 : chunk.start + 1 + num_tokens]
-        state, logprobs_T, sums = programs.score(weights, state, row, tokens_T, padded(targets, size), count)
+        state, logprobs_T, hidden_TD, sums = programs.score(weights, state, row, tokens_T, padded(targets, size), count)
     else:
         most = np.int32(request.remaining_tokens if chunk.last else 0)
         state, token, sums = programs.prefill(weights, state, row, tokens_T, count, most)
@@ -182,6 +188,7 @@ def _start_chunk(programs: Programs, weights: Weights, state: DecodeState, chunk
         token=token if chunk.last else None,
         logprobs_T=logprobs_T,
         num_logprobs=len(targets),
+        hidden_TD=None if request.hidden is None else hidden_TD,
         sums=sums if keep_sums else None,
     )
     return state, call

@@ -103,8 +103,12 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add_request(self, prompt: tuple[int, ...], params: SamplingParams | None) -> Request:
+    def add_request(
+        self, prompt: tuple[int, ...], params: SamplingParams | None, keep_hidden: bool = False
+    ) -> Request:
         """Queues a request and returns its record; without ``params`` the prompt is scored, not continued.
+
+        With ``keep_hidden`` a scored prompt's last hidden states are brought to the host, too.
 
         Raises:
           UserError: no token ids, or ones outside the vocabulary, or a context that can never fit.
@@ -114,7 +118,8 @@ class Engine:
         if len(prompt) < least:
             raise UserError(f"a prompt needs at least {least} token{'s' * (least > 1)}, got {len(prompt)}")
         stops = params.stop_ids(self.model.eos_token_ids) if params else ()
-        request = Request(number=self._next_number, prompt=prompt, params=params, stops=stops)
+        hidden: list[np.ndarray] | None = [] if keep_hidden else None
+        request = Request(number=self._next_number, prompt=prompt, params=params, stops=stops, hidden=hidden)
         context_tokens = request.max_context_tokens
         if context_tokens > self.config.max_model_len:
             raise UserError(
@@ -234,7 +239,10 @@ class Engine:
                 num_preempted=len(record.preempted),
                 calls=bool(record.chunks or record.decode_steps),
             )
-        return self.scheduler.schedule(may_wait=self._plans and self._frames_will_come())
+        return self.scheduler.schedule(
+            may_wait=self._plans and self._frames_will_come(),
+            releasable_blocks=self._most_blocks() - self.blocks.used_blocks - self.blocks.free_blocks,
+        )
 
     def _frames_will_come(self) -> bool:
         table, planner = self.residency.table, self.config.planner

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.signals import RequestSignals
 from pagedweight_jax.serving.state import MAX_STOP_IDS
@@ -105,6 +107,7 @@ class Request:
       decoding: True once its last chunk was given to the device.
       generated: tokens seen by the host.
       logprobs: of a scoring request, one of each prompt token but the first.
+      hidden: of a scoring request that asked for them, the last hidden states of its prompt, [T, D] a chunk; else None.
       signals: what its tokens showed of the experts, as far as the host has seen; None before that and once it ended.
       num_preemptions: times it lost its row and began again.
       cancelled: True once nobody wants it any more.
@@ -119,6 +122,7 @@ class Request:
     decoding: bool = False
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    hidden: list[np.ndarray] | None = None
     signals: RequestSignals | None = None
     num_preemptions: int = 0
     cancelled: bool = False
@@ -156,5 +160,6 @@ class Request:
         self.prefilled_tokens = 0
         self.decoding = False
         self.logprobs.clear()
+        self.hidden = None if self.hidden is None else []
         self.signals = None
         self.num_preemptions += 1

@@ -170,14 +170,14 @@ def score_step(
     tokens_T: jax.Array,
     targets_T: jax.Array,
     num_tokens: jax.Array,
-) -> tuple[DecodeState, jax.Array, RoutingSums]:
-    """Returns (state, log-probabilities float32[T] of ``targets_T``, sums) for a teacher-forced chunk of row ``row``.
+) -> tuple[DecodeState, jax.Array, jax.Array, RoutingSums]:
+    """Returns (state, log-probabilities float32[T] of ``targets_T``, hidden_TD, sums) for a row's teacher-forced chunk.
 
     Args: as ``prefill_step``; ``targets_T`` holds the token after each token of ``tokens_T``.
     """
     state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens)
     logp_TV = jax.nn.log_softmax(transformer.logits(weights, hidden_TD), axis=-1)
-    return state, jnp.take_along_axis(logp_TV, targets_T[:, None], axis=-1)[:, 0], sums
+    return state, jnp.take_along_axis(logp_TV, targets_T[:, None], axis=-1)[:, 0], hidden_TD, sums
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -42,7 +42,7 @@ def test_scores_equal_the_dense_model_at_any_mix_of_bitwidths(tiny, stepping):
     for begin in range(0, 44, CHUNK):
         part, target = tokens[begin : begin + CHUNK][: 44 - begin], tokens[begin + 1 : begin + 1 + CHUNK]
         chunk, targets = (np.pad(x, (0, CHUNK - len(x))) for x in (part, target))
-        state, out, _ = steps.score_step(tiny.dense, state, np.int32(1), chunk, targets, np.int32(len(part)))
+        state, out, _, _ = steps.score_step(tiny.dense, state, np.int32(1), chunk, targets, np.int32(len(part)))
         logprobs += np.asarray(out)[: len(target)].tolist()
     for layer_bits, tolerance_met in ((bits, True), (np.roll(bits, 1, axis=1), False)):
         dense = jax.nn.log_softmax(DENSE_FORWARD(tiny.dequantized(layer_bits), tokens))

@@ -84,7 +84,7 @@ def test_a_chunk_counts_its_own_tokens(tiny, stepping, score):
         chunk = np.zeros(CHUNK, np.int32)  # the last one is padded
         chunk[: len(part)] = part
         if score:
-            state, _, sums = steps.score_step(tiny.dense, state, np.int32(1), chunk, chunk, np.int32(len(part)))
+            state, _, _, sums = steps.score_step(tiny.dense, state, np.int32(1), chunk, chunk, np.int32(len(part)))
         else:
             state, _, sums = steps.prefill_step(
                 tiny.dense, state, np.int32(1), chunk, np.int32(len(part)), np.int32(0)
