@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tunes the planner's policy on calibration text, under three memory targets, many trials at a time.
+
+    python benchmarks/policy_search.py demo.paged --text c4=calib.jsonl.xz --text books=calibration.txt \\
+        --journal benchmarks/results/policy_search.jsonl
+
+Each text is a batch of its own: what routing and prompts can tell is how one batch differs from the average. The
+windows behind those that it was tuned on confirm what was found. The result is printed as JSON; ``pagedweight
+calibrate`` writes the policy that serves.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from pressure_cases import Case, Text, default_workers, full_context_bytes, processes, record, texts, unquantized
+
+from pagedweight_jax.calibrate.search import default_moves, search
+from pagedweight_jax.checkpoint.manifest import MANIFEST
+from pagedweight_jax.checkpoint.paged import open_checkpoint, sha256_of
+from pagedweight_jax.checkpoint.policy import load_calibration
+from pagedweight_jax.planning.policy import Policy
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """KL of a policy at each memory target, averaged over the texts."""
+
+    checkpoint: Path
+    texts: tuple[Text, ...]
+    targets: tuple[int, ...]
+    batch: int
+    run: Callable
+    folders: tuple[Path, Path]
+
+    def cases(self, policy: Policy) -> list[Case]:
+        return [
+            Case(
+                label="trial",
+                checkpoint=self.checkpoint,
+                text=text,
+                batch=self.batch,
+                memory_bytes=memory_bytes,
+                policy=policy,
+            )
+            for memory_bytes, text in product(self.targets, self.texts)
+        ]
+
+    def many(self, policies: Sequence[Policy]):
+        cases = [case for policy in policies for case in self.cases(policy)]
+        kl = []
+        for row in self.run(record, cases, *self.folders):
+            kl.append(row["kl"])
+            if len(kl) == len(self.targets) * len(self.texts):
+                yield np.reshape(kl, (len(self.targets), len(self.texts))).mean(axis=1)
+                kl.clear()
+
+    def __call__(self, policy: Policy):
+        return next(self.many([policy]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="paged, with what pagedweight calibrate measured")
+    parser.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"), help="its Hugging Face folder")
+    parser.add_argument("--text", action="append", required=True, help="NAME=PATH or NAME=PATH@WINDOWS_TO_SKIP")
+    parser.add_argument("--targets", type=float, nargs="+", default=[3.25, 3.75, 4.5], help="bits at full context")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--windows", type=int, default=4, help="of each text, and as many more to confirm")
+    parser.add_argument("--window", type=int, default=2048, help="tokens of a window")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes of two cores each")
+    parser.add_argument("--cache", type=Path, default=Path(".ablation"), help="the unquantized model's hidden states")
+    parser.add_argument("--journal", type=Path, default=Path("benchmarks/results/policy_search.jsonl"))
+    args = parser.parse_args()
+    tune = tuple(texts(args.text, args.windows, args.window))
+    confirm = tuple(replace(text, skip=text.skip + args.windows) for text in tune)
+    targets = tuple(full_context_bytes(args.checkpoint, args.batch, args.window, bits) for bits in args.targets)
+    checkpoint = open_checkpoint(args.checkpoint)
+    own = load_calibration(checkpoint).policy
+    names = " ".join(f"{text.name}@{text.skip}" for text in tune)
+    subject = (
+        f"{sha256_of(checkpoint.path / MANIFEST)[:16]} {names} {args.batch} of {args.windows} x {args.window}, "
+        f"targets {targets}"
+    )
+    with processes(args.workers) as run:
+        for row in run(unquantized, [*tune, *confirm], args.model, args.cache):
+            print(json.dumps(row), flush=True)
+        folders = (args.model, args.cache)
+        scorers = [Scorer(args.checkpoint, t, targets, args.batch, run, folders) for t in (tune, confirm)]
+        result = search(
+            scorers[0],
+            [lambda policy: [own], *default_moves(checkpoint.manifest.min_bits)],
+            args.journal,
+            subject=subject,
+            confirm=scorers[1],
+            rounds=args.rounds,
+            map=lambda scorer, policies: scorer.many(list(policies)),
+        )
+    for trial in result.trials:
+        print([float(f"{s:.5g}") for s in trial.scores], trial.policy)
+    print(json.dumps(result.evidence(), indent=1))
+
+
+if __name__ == "__main__":
+    main()

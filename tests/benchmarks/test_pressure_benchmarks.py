@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ablation and the uniform curve compute from their scores, and one score from a checkpoint to its record."""
+
+import json
+from dataclasses import replace
+
+import ablation
+import numpy as np
+import pressure_cases as pc
+import pytest
+import uniform_curve
+
+from pagedweight_jax.cli import main
+from pagedweight_jax.config import PlannerConfig
+from pagedweight_jax.evaluate.schedule import read_schedule
+
+
+def test_equal_quality_is_read_off_between_points_on_a_log_scale():
+    curve = {1000: {"kl": 0.1}, 2000: {"kl": 0.01}, 3000: {"kl": 0.001}}
+    assert uniform_curve.bytes_at(curve, "kl", 0.01) == 2000
+    assert uniform_curve.bytes_at(curve, "kl", 10**-1.5) == pytest.approx(1500, abs=1)
+    assert uniform_curve.bytes_at(curve, "kl", 0.5) == 1000  # no more was tried
+    assert uniform_curve.bytes_at(curve, "kl", 0.0001) is None
+
+
+def test_saved_bits_count_the_luts_that_a_static_server_needs(tmp_path):
+    width = uniform_curve.Width(checkpoint=tmp_path, bits=4, own_bytes=1700, all_bytes=1900)
+    curve = {1000: {"kl": 0.1, "perplexity": 30.0}, 2000: {"kl": 0.01, "perplexity": 20.0}}
+    line = uniform_curve.saved_line(width, {"kl": 10**-1.5, "perplexity": 40.0}, curve, 800, "paged")
+    assert "equal kl: 2.00 bits saved a weight (own LUT), 4.00 (all LUTs)" in line
+    assert "equal perplexity: >= 7.00" in line
+
+
+def record(label, text, kl, memory_bytes=1 << 20):
+    return {
+        "label": label,
+        "text": text,
+        "memory_bytes": memory_bytes,
+        "kl": kl,
+        "kl_windows": [kl],
+        "perplexity": 20.0,
+        "mean_bits": 4.0,
+    }
+
+
+def test_the_ablation_table_compares_with_the_full_system(tmp_path):
+    records = [record(label, text, 0.02 + 0.001 * i) for i, label in enumerate(ablation.ROWS) for text in ("a", "b")]
+    lines = ablation.table(records, {1 << 20: 4.0}).splitlines()
+    assert len([line for line in lines if line.startswith("| with")]) == len(ablation.ROWS) - 2
+    (moved,) = [line for line in lines if line.startswith("| without page movement")]
+    place = list(ablation.ROWS).index("without page movement")
+    assert moved.endswith(f"| {20 + place:.2f} | +{100 * place / 20:.1f} % |")
+    ablation.draw(tmp_path / "bars.png", records, {1 << 20: 4.0})
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+
+
+def test_texts_are_named_on_the_command_line():
+    one, other = pc.texts(["a=x.txt", "b=y.txt@3"], windows=2, window_tokens=16)
+    assert (one.name, one.path.name, one.skip) == ("a", "x.txt", 0)
+    assert (other.name, other.path.name, other.skip, other.windows) == ("b", "y.txt", 3, 2)
+
+
+def test_a_score_from_the_checkpoint_to_its_record(hf_folder, tmp_path, capsys):
+    checkpoint = tmp_path / "paged"
+    assert main(["convert", str(hf_folder), str(checkpoint), "--bits", "3..6", "--samples", "8",
+                 "--sequence-length", "64"]) == 0  # fmt: skip
+    text = pc.Text(name="letters", path=hf_folder / "text" / "calibration.txt", windows=4, window_tokens=256)
+    tight_bytes, ample_bytes = (pc.full_context_bytes(checkpoint, 4, 256, bits) for bits in (3.5, 6))
+    assert tight_bytes < ample_bytes
+    assert pc.unquantized(text, hf_folder, tmp_path / "cache")["windows"] == 4
+    planner = PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=0, hysteresis_boundaries=1)
+    ample = pc.Case(
+        label="paged", checkpoint=checkpoint, text=text, batch=4, memory_bytes=ample_bytes, planner=planner
+    )
+    rows = {}
+    for name, case in {
+        "ample": ample,
+        "tight": replace(ample, memory_bytes=tight_bytes),
+        "frozen": replace(ample, memory_bytes=tight_bytes, mode="frozen"),
+        "uniform": replace(ample, mode="frozen", bits=3),
+    }.items():
+        case = replace(case, label=name)
+        rows[name] = pc.record(case, hf_folder, tmp_path / "cache", tmp_path / "schedules")
+        assert json.loads(json.dumps(rows[name])) == rows[name]
+        assert rows[name]["memory_bytes"] == case.memory_bytes
+        assert len(rows[name]["kl_windows"]) == 4
+        assert np.mean(rows[name]["kl_windows"]) == pytest.approx(rows[name]["kl"], rel=1e-4)
+    assert rows["ample"]["lowest_bits"] > 5.5  # the low watermark keeps a block
+    assert rows["uniform"]["mean_bits"] == 3
+    assert 3 <= rows["frozen"]["mean_bits"] <= rows["tight"]["mean_bits"] < rows["ample"]["mean_bits"]
+    assert rows["ample"]["kl"] < rows["tight"]["kl"] < rows["uniform"]["kl"]
+    assert rows["tight"]["peak_device_bytes"] <= tight_bytes
+    schedule = read_schedule(tmp_path / "schedules" / f"letters-4-{tight_bytes}-tight.json")
+    assert schedule.mean_bits == pytest.approx(rows["tight"]["mean_bits"], abs=1e-3)
