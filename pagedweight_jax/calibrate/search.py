@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -146,39 +145,39 @@ def search(
 
 
 def bucket_moves(policy: Policy) -> Iterator[Policy]:
-    """Edges and multipliers: none, or buckets around powers of a factor whose multipliers are powers of their middles.
+    """Edges and multipliers: none, or buckets of equal width in log mass whose multipliers are powers of their middles.
 
     Damage is about proportional to an expert's traffic, so a power of 1 would be right if the next tokens were routed
     as those seen so far; less of it hedges. Floors and depth caps are dropped with the buckets that they were of.
     """
     yield replace(policy, edges=(), multipliers=(1.0,), floors=(0,), depth_caps=(None,))
-    for middles in ((0.5, 1.0, 2.0), (0.25, 0.5, 1.0, 2.0, 4.0)):
-        edges = tuple(float(f"{(a * b) ** 0.5:.4g}") for a, b in pairwise(middles))
-        count = len(middles)
-        for power in (0.25, 0.5, 0.75, 1.0):
-            multipliers = tuple(float(f"{middle**power:.4g}") for middle in middles)
-            yield replace(
-                policy, edges=edges, multipliers=multipliers, floors=(0,) * count, depth_caps=(None,) * count
-            )
+    for octaves, per_octave in ((2, 1), (4, 4)):
+        steps = np.arange(-octaves * per_octave, octaves * per_octave + 1) / per_octave
+        edges = tuple(np.exp2((steps[1:] + steps[:-1]) / 2).tolist())
+        for power in (0.5, 0.75, 1.0, 1.5):
+            multipliers = tuple(np.exp2(power * steps).tolist())
+            floors, depth_caps = (0,) * len(steps), (None,) * len(steps)
+            yield replace(policy, edges=edges, multipliers=multipliers, floors=floors, depth_caps=depth_caps)
 
 
 def floor_moves(policy: Policy, min_bits: int) -> Iterator[Policy]:
-    """Floors above the smallest bitwidth for the hottest bucket, or all but the coldest; given up at the last stage."""
+    """Floors above the smallest bitwidth for the hottest buckets, a quarter or a half; given up at the last stage."""
     count = len(policy.multipliers)
     yield replace(policy, floors=(0,) * count, stages=(0,))
-    for hot in {1, count - 1} - {0}:
+    for hot in sorted({-(-count // 4), -(-count // 2)}):
         floors = (min_bits,) * (count - hot) + (min_bits + 1,) * hot
         yield replace(policy, floors=floors, stages=(0, 1))
 
 
 def cap_moves(policy: Policy) -> Iterator[Policy]:
-    """Depth caps: none, or the same for all buckets, or one step less for the hottest."""
+    """Depth caps: none, or the same for all buckets, or one step less for the hottest quarter."""
     count = len(policy.multipliers)
     yield replace(policy, depth_caps=(None,) * count)
+    hot = -(-count // 4)
     for cap in (1, 2):
         yield replace(policy, depth_caps=(cap,) * count)
-        if count > 1:
-            yield replace(policy, depth_caps=(cap + 1,) * (count - 1) + (cap,))
+        if hot < count:
+            yield replace(policy, depth_caps=(cap + 1,) * (count - hot) + (cap,) * hot)
 
 
 def alpha_moves(policy: Policy) -> Iterator[Policy]:

@@ -15,7 +15,7 @@ MOVES = default_moves(min_bits=3)
 
 
 class Landscape:
-    """Costs at two targets: best with a power of 0.5 in three buckets and alpha 0.5; counts its calls."""
+    """Costs at two targets: best with a power of 0.5 in five buckets and alpha 0.5; counts its calls."""
 
     def __init__(self, stop_after=None):
         self.calls = 0
@@ -26,13 +26,13 @@ class Landscape:
             raise KeyboardInterrupt
         self.calls += 1
         spread = policy.multipliers[-1] / policy.multipliers[0]
-        cost = 1 + 0.1 * abs(spread - 2.0) + 0.2 * abs(policy.alpha - 0.5) + 0.05 * (policy.stages != (0,))
+        cost = 1 + 0.1 * abs(spread - 4.0) / 3 + 0.2 * abs(policy.alpha - 0.5) + 0.05 * (policy.stages != (0,))
         return 0.02 * cost, 0.3 * cost
 
 
 def test_every_coordinate_offers_what_changes_nothing():
     shaped = list(bucket_moves(NEUTRAL))[-1]
-    assert len(shaped.edges) == 4
+    assert len(shaped.edges) == 32
     assert next(iter(bucket_moves(shaped))) == NEUTRAL
     for policy, moves in product((NEUTRAL, shaped), MOVES):
         offered = list(moves(policy))
@@ -45,7 +45,7 @@ def test_the_search_finds_the_valley(tmp_path):
     result = search(score, MOVES, tmp_path / "journal.jsonl", subject="valley")
     assert result.policy == result.best.policy
     assert (result.policy.alpha, result.policy.stages) == (0.5, (0,))
-    assert result.policy.multipliers[-1] / result.policy.multipliers[0] == pytest.approx(2.0, rel=1e-3)
+    assert result.policy.multipliers[-1] / result.policy.multipliers[0] == pytest.approx(4.0, rel=1e-3)
     assert result.neutral.policy == NEUTRAL
     assert relative(result.best.scores, result.neutral.scores) == pytest.approx(1 / 1.2, rel=1e-3)
     assert len(result.trials) == score.calls  # nothing is scored twice
