@@ -20,12 +20,13 @@ from pagedweight_jax.calibrate.residual import (
     text_means,
     whole_sequences,
 )
+from pagedweight_jax.calibrate.search import NEUTRAL
 from pagedweight_jax.calibrate.sequences import SequenceStatistics
 from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.planning.calibration import Calibration, ResidualHeads
 from pagedweight_jax.planning.observation import KVPressure, Observation
 from pagedweight_jax.planning.planner import plan_step
-from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
+from pagedweight_jax.planning.policy import Policy
 from pagedweight_jax.planning.queue import PlanQueue
 from pagedweight_jax.planning.scoring import effective_policy, expert_buckets, score_damage
 from pagedweight_jax.planning.signals import RequestSignals
@@ -50,9 +51,6 @@ def usage_buckets() -> Policy:
         floors=(0,) * len(steps),
         depth_caps=(None,) * len(steps),
     )
-
-
-GLOBAL_DAMAGE_ALONE = replace(NEUTRAL_POLICY, alpha=0.0)
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,8 @@ def first_policy(halves: Halves) -> Policy:
 
 def foresight_report(halves: Halves, policy: Policy) -> dict:
     """Returns what routing and prompt are worth, JSON: costs relative to global damage alone, and ``Halves.fit``."""
-    steps = {"g": GLOBAL_DAMAGE_ALONE, "routing": replace(policy, alpha=0.0), "prompt": policy}
-    reference = np.array(halves.costs(GLOBAL_DAMAGE_ALONE))
+    steps = {"g": NEUTRAL, "routing": replace(policy, alpha=0.0), "prompt": policy}
+    reference = np.array(halves.costs(NEUTRAL))
     fits = {name: halves.fit(one) for name, one in steps.items()}
     return {
         "tokens_before": halves.tokens,
