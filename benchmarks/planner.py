@@ -3,7 +3,7 @@
 
 Signals, sensitivities and present bits are random; sizes are those of Qwen1.5-MoE's blocks. ``quiet`` is a boundary
 without pressure, at which the stages' plans are only made ready; the others must release one KV block, a quarter or
-nearly all of what there is. ``reload`` takes what one boundary may reload. The figures are the median and the fastest.
+nearly all of what there is. ``no policy`` is a checkpoint as it is converted. ``reload`` takes what one boundary may reload. The figures are the median and the fastest.
 
     python benchmarks/planner.py
     python benchmarks/planner.py --requests 64 --repeats 10
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,7 @@ from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.planning.calibration import Calibration, ResidualHeads
 from pagedweight_jax.planning.observation import KVPressure, Observation
 from pagedweight_jax.planning.planner import plan_reload, plan_step, releasable_bytes
-from pagedweight_jax.planning.policy import Policy
+from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
 from pagedweight_jax.planning.queue import PlanQueue
 from pagedweight_jax.planning.scoring import expert_buckets, score_damage
 from pagedweight_jax.planning.signals import RequestSignals, observe
@@ -107,6 +108,9 @@ def measure(shape_LE: tuple[int, int], num_requests: int, repeats: int) -> dict[
     for name, num_blocks in wanted.items():
         seen = observation(1 - num_blocks)
         cases[name] = lambda seen=seen: plan_step(table, seen, calibration, queue, CONFIG)
+    bare = replace(calibration, policy=NEUTRAL_POLICY, heads=None)
+    some = observation(1 - wanted["a quarter"])
+    cases["a quarter, no policy"] = lambda: plan_step(table, some, bare, queue, CONFIG)
     ample = observation(1000)
     bucket_LE = expert_buckets(ample, calibration, POLICY)
     planned, _ = plan_step(table, ample, calibration, queue, CONFIG)
@@ -124,11 +128,11 @@ def main() -> None:
     parser.add_argument("--results", default="benchmarks/results/planner.jsonl")
     args = parser.parse_args()
     rows = {name: measure(shape_LE, args.requests, args.repeats) for name, shape_LE in SHAPES.items()}
-    print(f"{'ms, ' + str(args.requests) + ' requests':20}" + "".join(f"{name:>14}" for name in SHAPES))
-    print(f"{'blocks':20}" + "".join(f"{2 * L * E:>14}" for L, E in SHAPES.values()))
+    print(f"{'ms, ' + str(args.requests) + ' requests':22}" + "".join(f"{name:>14}" for name in SHAPES))
+    print(f"{'blocks':22}" + "".join(f"{2 * L * E:>14}" for L, E in SHAPES.values()))
     for case in next(iter(rows.values())):
         print(
-            f"{case:20}" + "".join(f"{row[case]['median']:>8.2f}{row[case]['fastest']:>6.2f}" for row in rows.values())
+            f"{case:22}" + "".join(f"{row[case]['median']:>8.2f}{row[case]['fastest']:>6.2f}" for row in rows.values())
         )
     for name, (L, E) in SHAPES.items():
         record = {"model": name, "blocks": 2 * L * E, "requests": args.requests, "ms": rows[name]}

@@ -50,12 +50,10 @@ def predicted_residual(x_XLEU: np.ndarray, heads: ResidualHeads) -> np.ndarray:
       x_XLEU: float32, log features relative to the calibration text's.
       heads: the linear heads.
     """
-    weight_URX, intercept_UR = heads.weight_URX.astype(np.float32), heads.intercept_UR.astype(np.float32)
-    rho_LEUR = np.empty((*x_XLEU.shape[1:], weight_URX.shape[1]), np.float32)
-    for u, weight_RX in enumerate(weight_URX):
-        rho_LEUR[:, :, u] = np.moveaxis(x_XLEU[..., u], 0, -1) @ weight_RX.T
-    rho_LEUR += intercept_UR
-    return rho_LEUR
+    X, L, E, U = x_XLEU.shape
+    x_UNX = np.ascontiguousarray(x_XLEU.reshape(X, L * E, U).T)
+    rho_UNR = x_UNX @ heads.weight_URX.astype(np.float32).mT + heads.intercept_UR.astype(np.float32)[:, None]
+    return np.swapaxes(rho_UNR, 0, 1).reshape(L, E, U, -1)
 
 
 def prompt_multiplier(rho_LEUR: np.ndarray, evidence_LEU: np.ndarray, heads: ResidualHeads, alpha: float) -> np.ndarray:

@@ -113,7 +113,8 @@ def score_raises(
 def _actions(signed_damage_LEUR: np.ndarray, size_UR: np.ndarray, start_LEU: np.ndarray) -> Actions:
     R = size_UR.shape[-1]
     cost_LEUR = signed_damage_LEUR / size_UR.astype(np.float32)
-    passed_LEUR = np.where(np.arange(R) < np.arange(R + 1)[:, None], np.float32(np.inf), -np.float32(np.inf))[start_LEU]
+    passed_QR = np.where(np.arange(R) < np.arange(R + 1)[:, None], np.float32(np.inf), -np.float32(np.inf))
+    passed_LEUR = passed_QR.take(start_LEU, axis=0)
     np.minimum(cost_LEUR, -passed_LEUR, out=cost_LEUR)
     for r in range(1, R):  # on so short an axis 10 times faster than np.maximum.accumulate
         np.maximum(cost_LEUR[..., r - 1], cost_LEUR[..., r], out=cost_LEUR[..., r])
@@ -160,11 +161,11 @@ def greedy_order(actions: Actions, num_steps: int) -> Steps:
     if num_steps < start.size:
         # A target is mostly small against the weights. No chain's first step is dearer than its others, so that there
         # are enough steps up to the num_steps-th of the first ones: no more need be sorted.
-        first = cost[np.arange(0, cost.size, R) + np.minimum(start, R - 1)]
+        first = cost.take(np.arange(0, cost.size, R) + np.minimum(start, R - 1))
         limit = np.partition(first, num_steps)[num_steps]
     head = np.flatnonzero(cost < limit if np.isinf(limit) else cost <= limit)
     # One integer holds a step's cost and place: no two are equal, ties go by table order, and the sort is a fast one.
-    bits = cost[head].view(np.int32)
+    bits = cost.take(head).view(np.int32)
     rank = (bits ^ (bits >> 31 | np.int32(-(2**31)))).view(np.uint32)  # ascends as the float does
     order = rank.astype(np.uint64)
     order <<= 32
@@ -174,10 +175,10 @@ def greedy_order(actions: Actions, num_steps: int) -> Steps:
     block_n = step_n // np.uint32(R)
     place_n = (step_n - block_n * np.uint32(R)).astype(np.uint8)
     block_n = block_n.astype(np.intp)
-    size_n = actions.size_UR.reshape(-1)[step_n % np.uint32(actions.size_UR.size)]
+    size_n = actions.size_UR.reshape(-1).take(step_n % np.uint32(actions.size_UR.size))
     return Steps(
         block_n=block_n,
-        nth_n=place_n - start[block_n],
+        nth_n=place_n - start.take(block_n),
         size_n=size_n,
         shape_LEU=tuple(shape_LEU),
         complete=bool(np.isinf(limit)),
@@ -186,8 +187,8 @@ def greedy_order(actions: Actions, num_steps: int) -> Steps:
 
 def _cheapest(order: Steps, most_LEU: np.ndarray, target_bytes: int) -> tuple[np.ndarray, int]:
     """Returns how many bits each block loses by the first allowed steps that meet the target, or all, and the bytes."""
-    allowed_n = np.flatnonzero(order.nth_n < most_LEU.reshape(-1)[order.block_n])
-    cumulative_bytes = np.cumsum(order.size_n[allowed_n])
+    allowed_n = np.flatnonzero(order.nth_n < most_LEU.reshape(-1).take(order.block_n))
+    cumulative_bytes = np.cumsum(order.size_n.take(allowed_n))
     if target_bytes <= 0 or not len(allowed_n):
         return np.zeros(order.shape_LEU, np.uint8), 0
     last = min(np.searchsorted(cumulative_bytes, target_bytes), len(allowed_n) - 1)

@@ -62,17 +62,18 @@ def plan_step(
     np.maximum(floor_SLEU, np.uint8(calibration.min_bits), out=floor_SLEU)
     most_SLEU = bits_LEU - np.minimum(bits_LEU, floor_SLEU)
     actions = score_actions(bits_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
-    lost = greedy_select(actions, most_SLEU, max(target_bytes, observation.kv.block_bytes))
-    queue = replace(queue, damage_LEUR=damage_LEUR)
-    for stage, (lost_LEU, stage_bytes) in zip(stages, lost, strict=True):
-        plan = MovePlan(
+    selected = greedy_select(actions, most_SLEU, max(target_bytes, observation.kv.block_bytes))
+    plans = [
+        MovePlan(
             old_LEU=bits_LEU,
             new_LEU=bits_LEU - lost_LEU,
             bytes_UQ=bytes_UQ,
             min_bits=calibration.min_bits,
             total_released_bytes=stage_bytes,
         )
-        queue = refresh_plan_queue(queue, stage, plan)
+        for lost_LEU, stage_bytes in selected
+    ]
+    queue = refresh_plan_queue(replace(queue, damage_LEUR=damage_LEUR), dict(zip(stages, plans, strict=True)))
     plan = select_best_plan(queue, target_bytes) if pressure_triggered(observation.kv, config) else None
     return (queue, None) if plan is None else (remember_lowered(queue, plan, observation.boundary), plan)
 
@@ -159,9 +160,9 @@ def lowest_bits(calibration: Calibration, config: PlannerConfig) -> int:
 # The queue
 
 
-def refresh_plan_queue(queue: PlanQueue, stage: FloorStage, plan: MovePlan) -> PlanQueue:
-    """Returns the queue with ``plan`` as the newest of its stage."""
-    return replace(queue, plans={**queue.plans, stage: plan})
+def refresh_plan_queue(queue: PlanQueue, plans: dict[FloorStage, MovePlan]) -> PlanQueue:
+    """Returns the queue with ``plans`` as the newest of their stages."""
+    return replace(queue, plans={**queue.plans, **plans})
 
 
 def select_best_plan(queue: PlanQueue, target_bytes: int) -> MovePlan | None:

@@ -50,7 +50,7 @@ def score_damage(
     prior_LEUR = prior_damage(calibration, bytes_UQ, config.global_sensitivity)
     if not config.global_sensitivity:
         return predicted_damage(prior_LEUR)
-    mu_LE11 = np.array(effective_policy(calibration, config).multipliers)[bucket_LE][..., None, None]
+    mu_LE11 = np.array(effective_policy(calibration, config).multipliers).take(bucket_LE)[..., None, None]
     heads, alpha = calibration.heads, calibration.policy.alpha
     if heads is None or alpha == 0 or not (config.prompt_residual and observation.requests):
         return predicted_damage(prior_LEUR, mu_LE11)

@@ -70,8 +70,8 @@ def stage_floors(
     floors = [[max(0, floor - stage.relaxed_bits) for floor in policy.floors] for stage in stages]
     caps = [NO_CAP_BITS if cap is None else min(cap, NO_CAP_BITS) for cap in policy.depth_caps]
     bucket_LEU = np.repeat(bucket_LE, U).reshape(initial_LEU.shape)
-    floor_SLEU = np.array(floors, np.uint8)[:, bucket_LEU]
-    deepest_LEU = initial_LEU - np.minimum(initial_LEU, np.array(caps, np.uint8)[bucket_LEU])
+    floor_SLEU = np.array(floors, np.uint8).take(bucket_LEU, axis=1)
+    deepest_LEU = initial_LEU - np.minimum(initial_LEU, np.array(caps, np.uint8).take(bucket_LEU))
     for stage, floor_LEU in zip(stages, floor_SLEU, strict=True):
         if stage.capped:
             np.maximum(floor_LEU, deepest_LEU, out=floor_LEU)
