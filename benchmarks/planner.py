@@ -3,7 +3,8 @@
 
 Signals, sensitivities and present bits are random; sizes are those of Qwen1.5-MoE's blocks. ``quiet`` is a boundary
 without pressure, at which the stages' plans are only made ready; the others must release one KV block, a quarter or
-nearly all of what there is. ``no policy`` is a checkpoint as it is converted. ``reload`` takes what one boundary may reload. The figures are the median and the fastest.
+nearly all of what there is. ``no policy`` is a checkpoint as it is converted. ``reload`` takes what one boundary may
+reload. The figures are the median and the fastest.
 
     python benchmarks/planner.py
     python benchmarks/planner.py --requests 64 --repeats 10
