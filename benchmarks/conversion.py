@@ -58,7 +58,7 @@ def main() -> None:
         for layer in range(args.layers):
             start = time.perf_counter()
             with watch("read"):
-                w = jax.device_get(_random_layer(one_layer, jax.random.key(layer)))
+                w = jax.device_get(_random_layer(one_layer, jax.random.key(layer, impl="rbg")))
             groups, _ = convert_layer(w, manifest, layer, hidden, MIN_TOKENS, no_progress, watch)
             pages_bytes += sum(page.nbytes for page in groups[0].values())
             layers.append(time.perf_counter() - start)

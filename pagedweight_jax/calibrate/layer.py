@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a conversion: calibrate, quantize, pack."""
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -123,10 +125,12 @@ def _convert_experts(
 def _pack(quantized: AnyPrecision, layout: BlockLayout) -> list[np.ndarray]:
     """Returns all pages of one kind of linear-block, in host memory."""
     pack = _pack_on_device if isinstance(quantized.codes_ENC, jax.Array) else pack_page
-    return [
-        np.asarray(pack(quantized.codes_ENC, quantized.luts.get(page + 1), page, layout))
-        for page in range(layout.max_bits)
-    ]
+
+    def words(page: int) -> np.ndarray:
+        return np.asarray(pack(quantized.codes_ENC, quantized.luts.get(page + 1), page, layout))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # programs compile side by side, too
+        return list(pool.map(words, range(layout.max_bits)))
 
 
 _pack_on_device = jax.jit(pack_page, static_argnums=(2, 3))
