@@ -158,7 +158,7 @@ def greedy_order(actions: Actions, num_steps: int) -> Steps:
     *shape_LEU, R = actions.cost_LEUR.shape
     cost, start = actions.cost_LEUR.reshape(-1), actions.start_LEU.reshape(-1)
     num_steps, limit = max(num_steps, HEAD_STEPS), np.float32(np.inf)
-    if num_steps < start.size:
+    if num_steps < start.size and R:
         # A target is mostly small against the weights. No chain's first step is dearer than its others, so that there
         # are enough steps up to the num_steps-th of the first ones: no more need be sorted.
         first = cost.take(np.arange(0, cost.size, R) + np.minimum(start, R - 1))

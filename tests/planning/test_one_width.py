@@ -6,6 +6,7 @@ import pytest
 
 from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.planning import greedy
 from pagedweight_jax.planning.calibration import Calibration
 from pagedweight_jax.planning.planner import initial_bits, plan_reload, plan_step
 from pagedweight_jax.planning.queue import PlanQueue
@@ -13,7 +14,9 @@ from pagedweight_jax.planning.queue import PlanQueue
 
 @pytest.mark.parametrize("global_sensitivity", [True, False])
 @pytest.mark.parametrize("free_blocks", [0, 1000])
-def test_one_width_is_served_as_it_is(planning, free_blocks, global_sensitivity):
+@pytest.mark.parametrize("head_steps", [1, greedy.HEAD_STEPS])
+def test_one_width_is_served_as_it_is(planning, monkeypatch, free_blocks, global_sensitivity, head_steps):
+    monkeypatch.setattr(greedy, "HEAD_STEPS", head_steps)
     world = planning.make_world(0)
     bytes_UQ = world.table.bytes_UQ[:, :1]
     world.table.bytes_UQ = bytes_UQ
