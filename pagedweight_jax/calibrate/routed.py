@@ -68,6 +68,20 @@ def routed_experts(
     return jax.lax.scan(run_block, zeros_TD, _blocks_by_expert(ids_TK, len(experts.down_ENC)))[0]
 
 
+def hidden_squares(m_TD: jax.Array, ids_TK: jax.Array, experts: ExpertWeights, act: Activation) -> jax.Array:
+    """Returns |h|^2 of every token in each of its experts, float32[T, K], h = act(gate m) * (up m)."""
+    K = ids_TK.shape[1]
+
+    def run_block(square_A, block):
+        e, pairs_B = block
+        gate_BF, up_BF = _gate_and_up(_take(m_TD, pairs_B // K), experts.gate_up_ENC[e])
+        h_square_B = jnp.sum(jnp.square(act(gate_BF) * up_BF), axis=-1)
+        return square_A.at[pairs_B].set(h_square_B, mode="drop"), None
+
+    blocks = _blocks_by_expert(ids_TK, len(experts.down_ENC))
+    return jax.lax.scan(run_block, jnp.zeros(ids_TK.size), blocks)[0].reshape(ids_TK.shape)
+
+
 def error_sums(
     x_TD: jax.Array,
     m_TD: jax.Array,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedweight_jax.calibrate.hidden import HiddenStates
-from pagedweight_jax.calibrate.routed import _blocks_by_expert, _gate_and_up, _take, error_sums, routed_experts
+from pagedweight_jax.calibrate.routed import error_sums, hidden_squares, routed_experts
 from pagedweight_jax.checkpoint.dense import abstract_dense, named_leaves
 from pagedweight_jax.checkpoint.draft import Draft
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
@@ -120,20 +120,6 @@ def _span_statistics(x_TD, m_TD, ids_TK, weights_TK, experts: ExpertWeights, del
         "max": sums_EU.at[ids_TK].max(x_TKU),
         "tokens": tokens_E,
     }
-
-
-def hidden_squares(m_TD: jax.Array, ids_TK: jax.Array, experts: ExpertWeights, act: Activation) -> jax.Array:
-    """Returns |h|^2 of every token in each of its experts, float32[T, K], h = act(gate m) * (up m)."""
-    K = ids_TK.shape[1]
-
-    def run_block(square_A, block):
-        e, pairs_B = block
-        gate_BF, up_BF = _gate_and_up(_take(m_TD, pairs_B // K), experts.gate_up_ENC[e])
-        h_square_B = jnp.sum(jnp.square(act(gate_BF) * up_BF), axis=-1)
-        return square_A.at[pairs_B].set(h_square_B, mode="drop"), None
-
-    blocks = _blocks_by_expert(ids_TK, len(experts.down_ENC))
-    return jax.lax.scan(run_block, jnp.zeros(ids_TK.size), blocks)[0].reshape(ids_TK.shape)
 
 
 # The checkpoint's weights

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pagedweight_jax.calibrate.convert import convert
-from pagedweight_jax.calibrate.sequences import hidden_squares, measure_sequences, read_layer
+from pagedweight_jax.calibrate.routed import hidden_squares
+from pagedweight_jax.calibrate.sequences import measure_sequences, read_layer
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
 from pagedweight_jax.checkpoint.draft import open_draft
 from pagedweight_jax.config import DOWN, GATE_UP
