@@ -12,6 +12,7 @@ import os
 import resource
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from record import append_result
 
 from pagedweight_jax.checkpoint.draft import save
 from pagedweight_jax.checkpoint.manifest import expected_arrays, page_name
-from pagedweight_jax.checkpoint.paged import ARRAYS, PagedCheckpoint, open_checkpoint
+from pagedweight_jax.checkpoint.paged import ARRAYS, PagedCheckpoint, open_checkpoint, read_ahead
 from pagedweight_jax.config import KINDS
 from pagedweight_jax.paging.host_pool import HostPool, fill_host_pool
 
@@ -70,12 +71,8 @@ def write_random(out: Path, num_layers: int) -> None:
 def load(checkpoint: PagedCheckpoint, bits: int) -> HostPool:
     """Returns the pool with the planes below ``bits``, as the engine fills it."""
     manifest = checkpoint.manifest
-    leaves = (
-        (layer, kind, page, checkpoint.load_pages(layer, kind, page))
-        for layer in range(manifest.config.num_sparse_layers)
-        for kind in range(len(KINDS))
-        for page in range(bits)
-    )
+    places = product(range(manifest.config.num_sparse_layers), range(len(KINDS)), range(bits))
+    leaves = ((*place, leaf) for place, leaf in read_ahead(lambda place: checkpoint.load_pages(*place), places))
     return fill_host_pool(leaves, manifest.layouts(), jax.local_devices()[0])
 
 

@@ -15,7 +15,9 @@ it asks for.
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -41,6 +43,12 @@ from pagedweight_jax.models.weights import Weights
 ARRAYS = "arrays"
 FILES = "files.sha256"
 
+READS_AHEAD = 4
+"""Arrays that are read while one is used: one reader alone unpacks a quarter of what a disk gives."""
+
+Place = tuple[int, int, int]
+"""Sparse layer, kind of linear-block, page."""
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, steps done and steps in all."""
 
@@ -60,6 +68,20 @@ def group_of(name: str) -> str:
     return first
 
 
+def read_ahead(read: Callable[[Place], np.ndarray], places: Iterable[Place]) -> Iterator[tuple[Place, np.ndarray]]:
+    """Yields every place with what ``read`` returns for it, in order; ``READS_AHEAD`` more are read meanwhile."""
+    with ThreadPoolExecutor(READS_AHEAD) as pool:
+        under_way = deque()
+        for place in places:
+            under_way.append((place, pool.submit(read, place)))
+            if len(under_way) > READS_AHEAD:
+                place, words = under_way.popleft()
+                yield place, words.result()
+        while under_way:
+            place, words = under_way.popleft()
+            yield place, words.result()
+
+
 def partial_folder(out: Path) -> Path:
     """Where the conversion to ``out`` is while it is not finished."""
     return out.with_name(out.name + ".partial")
@@ -72,14 +94,17 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from printing the tracebacks of errors that it raises as well."""
+    """Keeps Orbax from printing the tracebacks of errors that it raises as well. May be entered by many threads."""
     logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+
+    def only_worse(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.ERROR
+
+    logger.addFilter(only_worse)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(only_worse)
 
 
 def _file_problems(path: Path, hashed: Callable[[str], bool], progress: Progress = no_progress) -> list[str]:

@@ -4,6 +4,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 
 from pagedweight_jax.checkpoint.dense import abstract_dense
 from pagedweight_jax.checkpoint.manifest import PagedManifest
-from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
+from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress, read_ahead
 from pagedweight_jax.checkpoint.policy import load_calibration
 from pagedweight_jax.config import KINDS, ModelConfig, ServeConfig
 from pagedweight_jax.errors import UserError
@@ -328,14 +329,12 @@ def _load_pages(
 
     def leaves():
         num_layers = table.state_LEUP.shape[0]
-        for layer in range(num_layers):
+        places = product(range(num_layers), range(len(table.layouts)), range(table.layouts[0].max_bits))
+        for (layer, kind, page), leaf in read_ahead(lambda place: checkpoint.load_pages(*place), places):
             progress("load", layer, num_layers)
-            for kind, layout in enumerate(table.layouts):
-                for page in range(layout.max_bits):
-                    leaf = checkpoint.load_pages(layer, kind, page)
-                    start, stop = layout.page_starts[page : page + 2]
-                    land(leaf, table.frames[layer][kind][:, start:stop])
-                    yield layer, kind, page, leaf
+            start, stop = table.layouts[kind].page_starts[page : page + 2]
+            land(leaf, table.frames[layer][kind][:, start:stop])
+            yield layer, kind, page, leaf
         progress("load", num_layers, num_layers)
 
     pool = fill_host_pool(leaves(), table.layouts, device)

@@ -13,7 +13,7 @@ import pytest
 
 from pagedweight_jax.checkpoint.draft import save
 from pagedweight_jax.checkpoint.manifest import page_name
-from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
+from pagedweight_jax.checkpoint.paged import READS_AHEAD, open_checkpoint, read_ahead, verify
 from pagedweight_jax.config import DOWN, GATE_UP
 from pagedweight_jax.errors import UserError
 
@@ -130,3 +130,28 @@ def test_arrays_that_do_not_fit_the_model_are_not_written(manifest, groups, sour
     with pytest.raises(UserError, match="array pages/0/down/1 is uint32"):
         save(tmp_path / "out", manifest, [short, *groups[1:]], source_files)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_are_read_ahead_in_order(written, arrays):
+    checkpoint = open_checkpoint(written)
+    places = [(layer, kind, page) for layer in range(2) for kind in range(2) for page in range(4)]
+    read = list(read_ahead(lambda place: checkpoint.load_pages(*place), places))
+    assert [place for place, _ in read] == places
+    for place, words in read:
+        np.testing.assert_array_equal(words, arrays[page_name(*place)])
+
+
+def test_reading_ahead_holds_few_and_tells_of_damage(written):
+    begun = []
+
+    def read(place):
+        begun.append(place)
+        if place == (0, 0, 9):
+            raise UserError("array is damaged")
+        return np.zeros(place)
+
+    pages = read_ahead(read, [(0, 0, page) for page in range(20)])
+    next(pages)
+    assert len(begun) <= READS_AHEAD + 1
+    with pytest.raises(UserError, match="damaged"):
+        list(pages)
