@@ -152,6 +152,19 @@ def test_cuts_do_not_move_when_rows_of_other_kinds_are_beside_them():
             np.testing.assert_array_equal(lut_RK[r], lut_1K[0])
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("columns", [1, 2, 33, 1408])
+def test_rows_are_sorted_with_equal_weights_in_column_order(columns, spread):
+    """However many of the weights' leading bits are equal."""
+    w_RC = (1 + spread * np.random.default_rng(0).standard_normal((40, columns))).astype(np.float32)
+    w_RC[::3] *= -1
+    w_RC[5] = np.round(w_RC[5]) + 0.0  # no -0.0, which comes before 0.0
+    order_RC = np.argsort(w_RC, axis=1, kind="stable")
+    rows = OPS.sort(w_RC, np.ones(columns))
+    np.testing.assert_array_equal(rows.order_RC - columns * np.arange(40)[:, None], order_RC)
+    np.testing.assert_array_equal(rows.value_RC, np.take_along_axis(w_RC, order_RC, axis=1))
+
+
 def test_an_empty_cluster_repeats_its_neighbours_centroid():
     rows = OPS.sort(np.array([[1.0, 2.0]], np.float32), np.ones(2))
     clustering = clusters._clustering(OPS, rows, np.array([[0, 0, 1, 1, 2, 2]]))
