@@ -10,6 +10,7 @@ from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.cli import main
 from pagedweight_jax.evaluate.perplexity import perplexity, score_dense, split_windows
+from pagedweight_jax.evaluate.schedule import read_schedule
 
 TEXT = "the rain in spain stays mainly in the plain, " * 12
 
@@ -49,6 +50,38 @@ def test_evaluate_measures_what_dense_code_measures(run_cli, checkpoint, hf_fold
     assert result["perplexity"] == pytest.approx(dense, rel=0.02)
     other = perplexity(score_dense(weights, windows[:, ::-1].copy())).perplexity
     assert result["perplexity"] != pytest.approx(other, rel=0.02)
+
+
+def test_evaluate_under_pressure_measures_divergence_and_saves_its_schedule(run_cli, checkpoint, hf_folder, tmp_path):
+    text, schedule = tmp_path / "text.txt", tmp_path / "schedule.json"
+    text.write_text(TEXT)
+    options = ("--mode", "dynamic", "--batch", 2, "--window", 128, "--limit", 2)
+    code, out, _ = run_cli(
+        "evaluate", checkpoint, "--text", text, *options, "--reference", hf_folder, "--schedule", schedule, "--json"
+    )
+    assert code == 0
+    result = json.loads(out)
+    assert (result["mode"], result["batch"], result["windows"]) == ("dynamic", 2, 2)
+    assert 0 < result["kl"] < 0.02
+    assert result["peak_device_bytes"] <= result["budget_bytes"]
+    saved = read_schedule(schedule)
+    assert [boundary.chunks for boundary in saved.boundaries if boundary.chunks] == [2]
+    assert saved.mean_bits == result["mean_bits"] == 6
+    code, out, _ = run_cli("evaluate", checkpoint, "--text", text, *options, "--reference", hf_folder)
+    assert code == 0
+    assert f"KL {result['kl']:.5f} ± " in out
+
+
+def test_evaluate_refuses_the_reference_of_another_model(run_cli, checkpoint, hf_folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((hf_folder / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 256}))
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ("--text", tmp_path / "text.txt", "--window", 64, "--reference", other)
+    code, out, err = run_cli("evaluate", checkpoint, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "not the model that the checkpoint was made of" in err
 
 
 @pytest.mark.parametrize(
