@@ -45,7 +45,10 @@ def cases(checkpoint: Path, scored: Sequence[Text], batch: int, budgets: Sequenc
 
 
 def table(records: Sequence[dict], budgets: dict[int, float]) -> str:
-    """Returns Markdown: per budget and text the KL of each row, its change against the full system, and perplexity."""
+    """Returns Markdown: per budget the KL and perplexity of each row and text, and the change from the full system.
+
+    The change comes with its standard error over windows, which are paired.
+    """
     names = list(dict.fromkeys(r["text"] for r in records))
     lines = []
     for memory_bytes, bits in budgets.items():
@@ -55,20 +58,27 @@ def table(records: Sequence[dict], budgets: dict[int, float]) -> str:
             "| | mean bits | " + " | ".join(f"{name} KL | {name} ppl" for name in names) + " | KL, all | change |",
             "|---" * (2 * len(names) + 4) + "|",
         ]
-        base = _mean_kl(rows, FULL, names)
+        base_W = _kl_of_windows(rows, FULL, names)
         for label in ROWS:
             if not all((label, name) in rows for name in names):
                 continue
             cells = [f"{1e3 * rows[label, n]['kl']:.2f} | {rows[label, n]['perplexity']:.3f}" for n in names]
-            kl = _mean_kl(rows, label, names)
+            kl_W = _kl_of_windows(rows, label, names)
             mean_bits = np.mean([rows[label, name]["mean_bits"] for name in names])
-            change = "" if label == FULL else f"{100 * (kl / base - 1):+.1f} %"
-            lines.append(f"| {label} | {mean_bits:.2f} | " + " | ".join(cells) + f" | {1e3 * kl:.2f} | {change} |")
+            change = "" if label == FULL else _change(kl_W, base_W)
+            cells = [label, f"{mean_bits:.2f}", *cells, f"{1e3 * kl_W.mean():.2f}", change]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _mean_kl(rows: dict, label: str, names: Sequence[str]) -> float:
-    return float(np.mean([rows[label, name]["kl"] for name in names]))
+def _kl_of_windows(rows: dict, label: str, names: Sequence[str]) -> np.ndarray:
+    return np.concatenate([rows[label, name]["kl_windows"] for name in names])
+
+
+def _change(kl_W: np.ndarray, base_W: np.ndarray) -> str:
+    change_W = 100 * (kl_W - base_W) / base_W.mean()
+    error = change_W.std(ddof=1) / len(change_W) ** 0.5 if len(change_W) > 1 else 0.0
+    return f"{change_W.mean():+.1f} ± {error:.1f} %"
 
 
 def draw(path: Path, records: Sequence[dict], budgets: dict[int, float]) -> None:
