@@ -31,6 +31,9 @@ from pressure_cases import (
 GRID = (3.0, 3.25, 3.5, 4.0, 4.5, 5.0)
 """Budgets of the curve, in bits that they leave the experts' pages beside full contexts."""
 
+PAGED, LARGE, STATIC = "paged", "paged, staging not counted", "static mixed widths"
+"""Curves. A model of usual size has hundreds of times the weights and little more staging memory than the demo."""
+
 EQUAL = 4
 """The uniform width at which bits saved are read off."""
 
@@ -76,7 +79,7 @@ def uniform_cases(widths: Sequence[Width], scored: Sequence[Text], batch: int) -
 def paged_cases(
     checkpoint: Path, scored: Sequence[Text], batch: int, budgets: Sequence[int], mode: str = "dynamic"
 ) -> list[Case]:
-    label = "paged" if mode == "dynamic" else "paged, no movement"
+    label = PAGED if mode == "dynamic" else STATIC
     return [
         Case(label=label, checkpoint=checkpoint, text=text, batch=batch, memory_bytes=memory_bytes, mode=mode)
         for memory_bytes, text in product(budgets, scored)
@@ -155,8 +158,9 @@ def draw(path: Path, panels: dict[int, dict[str, list[tuple[float, float]]]]) ->
     import matplotlib.pyplot as plt
 
     styles = {
-        "paged": ("o-", "#2563a8"),
-        "paged, no movement": ("s--", "#7a9cc6"),
+        PAGED: ("o-", "#2563a8"),
+        LARGE: (".:", "#2563a8"),
+        STATIC: ("s--", "#7a9cc6"),
         "uniform, own LUT": ("^-", "#c2410c"),
         "uniform, all LUTs": ("v:", "#e08a5b"),
     }
@@ -222,21 +226,24 @@ def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: li
     panels = {}
     for batch in args.batches:
         print(f"\n{batch} contexts of {args.window} tokens (KL in millinats per token)\n")
-        curves = {w.checkpoint.name: mean_by_budget(records, "paged", w.checkpoint.name, batch) for w in widths[batch]}
-        still_bytes = full_context_bytes(args.checkpoint, batch, args.window, 3) - full_context_bytes(
-            args.checkpoint, first, args.window, 3
-        )
-        frozen = mean_by_budget(records, "paged, no movement", name, first)
-        still = {memory_bytes + still_bytes: figures for memory_bytes, figures in frozen.items()}
+        curves = {w.checkpoint.name: mean_by_budget(records, PAGED, w.checkpoint.name, batch) for w in widths[batch]}
+        staging = staging_bytes(args.checkpoint)
+        frozen_bytes = full_context_bytes(args.checkpoint, first, args.window, 3)
+        more_bytes = full_context_bytes(args.checkpoint, batch, args.window, 3) - frozen_bytes
+        frozen = mean_by_budget(records, STATIC, name, first)
+        drawn = {
+            PAGED: curves[name],
+            LARGE: {memory_bytes - staging: figures for memory_bytes, figures in curves[name].items()},
+            STATIC: {memory_bytes + more_bytes - staging: figures for memory_bytes, figures in frozen.items()},
+        }
         print(equal_bytes_table(widths[batch], uniform, curves))
         equal = next(w for w in widths[batch] if (w.checkpoint, w.bits) == (args.checkpoint, EQUAL))
         print()
-        for what, curve in (("paged", curves[name]), ("paged without movement", still)):
+        for what, curve in drawn.items():
             print(saved_line(equal, uniform[name, EQUAL], curve, num_weights, what))
         own = [w for w in widths[batch] if w.checkpoint == args.checkpoint]
         panels[batch] = {
-            "paged": [(memory_bytes, f["kl"]) for memory_bytes, f in curves[name].items()],
-            "paged, no movement": [(memory_bytes, f["kl"]) for memory_bytes, f in still.items()],
+            **{what: [(b, figures["kl"]) for b, figures in curve.items()] for what, curve in drawn.items()},
             "uniform, own LUT": [(w.own_bytes, uniform[name, w.bits]["kl"]) for w in own],
             "uniform, all LUTs": [(w.all_bytes, uniform[name, w.bits]["kl"]) for w in own],
         }
