@@ -3,19 +3,10 @@
 
 from collections.abc import Callable
 from math import prod
-from operator import itemgetter
 
-import jax
 import numpy as np
 
 from pagedweight_jax.calibrate.clusters import TINY, Clustering, SortedRows
-
-BLOCK_ROWS = 32
-"""Rows that go through a chain of passes together: so many of some thousand columns stay in a core's own cache."""
-
-
-def _blocks(num_rows: int) -> list[slice]:
-    return [slice(start, start + BLOCK_ROWS) for start in range(0, num_rows, BLOCK_ROWS)]
 
 
 class NumpyRows:
@@ -35,8 +26,8 @@ class NumpyRows:
             self._memory[name] = np.empty(size, dtype)
         return self._memory[name][:size].reshape(shape)
 
-    def _fill_order(self, w_RC: np.ndarray, order_RC: np.ndarray, value_RC: np.ndarray) -> None:
-        """Fills in every row's columns in ascending order of their weights, and the weights in that order.
+    def _ordered(self, w_RC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int64[R, C], every row's columns in ascending order of their weights, and the weights in that order.
 
         Integers with a weight's bits above its column sort fast, and one way. Of 32 bits only the weight's upper ones
         find room: that takes half the time and leaves few neighbours to swap.
@@ -52,18 +43,18 @@ class NumpyRows:
         short_RC &= -1 << column_bits
         short_RC |= np.arange(C, dtype=np.int32)
         short_RC.sort(axis=1)
+        order_RC, value_RC = self._array("order", (R, C), np.int64), self._array("value", (R, C), np.float32)
         order_RC[:] = short_RC
         order_RC &= (1 << column_bits) - 1
-        order_RC += first_R1
-        np.take(w_RC.reshape(-1), order_RC, out=value_RC, mode="clip")
+        flat_RC = self._array("flat", (R, C), np.int64)
+        np.take(w_RC.reshape(-1), np.add(order_RC, first_R1, out=flat_RC), out=value_RC, mode="clip")
         if not self._swap_neighbours(value_RC, order_RC):
             key_RC <<= 32
             key_RC |= np.arange(C)
             key_RC.sort(axis=1)
             np.bitwise_and(key_RC, 0xFFFFFFFF, out=order_RC)
-            order_RC += first_R1
-            np.take(w_RC.reshape(-1), order_RC, out=value_RC, mode="clip")
-        order_RC -= first_R1
+            np.take(w_RC.reshape(-1), np.add(order_RC, first_R1, out=flat_RC), out=value_RC, mode="clip")
+        return order_RC, value_RC
 
     def _swap_neighbours(self, value_RC: np.ndarray, order_RC: np.ndarray) -> bool:
         """Sorts rows that almost are; False if they are not, and too much work is left."""
@@ -81,58 +72,39 @@ class NumpyRows:
         return not places.size
 
     def sort(self, w_RC: np.ndarray, h_C: np.ndarray) -> SortedRows:
-        (R, C), I = w_RC.shape, w_RC.shape[1] + 1
-        rows = SortedRows(
-            order_RC=self._array("order", (R, C), np.int64),
-            value_RC=self._array("value", (R, C), np.float32),
-            center_R1=np.empty((R, 1)),
-            mass_RI=self._array("mass", (R, I)),
-            moment_RI=self._array("moment", (R, I)),
-            start_RI=self._array("start", (R, I), np.int32),
-            distinct_R=np.empty(R, np.int64),
-        )
-        for block in _blocks(R):
-            self._sort_block(np.ascontiguousarray(w_RC[block]), h_C, jax.tree.map(itemgetter(block), rows))
-        rows.order_RC[:] += C * np.arange(R)[:, None]
-        return rows
-
-    def _sort_block(self, w_RC: np.ndarray, h_C: np.ndarray, rows: SortedRows) -> None:
-        """Fills ``rows``; its order_RC gets columns."""
         R, C = w_RC.shape
-        self._fill_order(w_RC, rows.order_RC, rows.value_RC)
-        h_RC = np.take(h_C, rows.order_RC, out=self._array("gain", (R, C)), mode="clip")
-        rows.center_R1[:] = rows.value_RC[:, C // 2, None]
+        order_RC, value_RC = self._ordered(np.ascontiguousarray(w_RC))
+        h_RC = np.take(h_C, order_RC, out=self._array("gain", (R, C)), mode="clip")
+        order_RC += C * np.arange(R)[:, None]
+        center_R1 = value_RC[:, C // 2, None].astype(np.float64)
 
         sums_RI = self._array("sums", (R, C + 1), np.complex128)  # two sums in the time of one
         sums_RI[:, 0] = 0
         sums_RI.real[:, 1:] = h_RC
-        h_RC *= np.subtract(rows.value_RC, rows.center_R1, out=self._array("weight", (R, C)))
+        h_RC *= np.subtract(value_RC, center_R1, out=self._array("weight", (R, C)))
         sums_RI.imag[:, 1:] = h_RC
         np.cumsum(sums_RI[:, 1:], axis=1, out=sums_RI[:, 1:])
-        rows.mass_RI[:], rows.moment_RI[:] = sums_RI.real, sums_RI.imag
+        mass_RI, moment_RI = self._array("mass", sums_RI.shape), self._array("moment", sums_RI.shape)
+        mass_RI[:], moment_RI[:] = sums_RI.real, sums_RI.imag
 
-        rows.start_RI[:], rows.distinct_R[:] = np.arange(C + 1), C
+        start_RI, distinct_R = self._array("start", sums_RI.shape, np.int32), np.full(R, C)
+        start_RI[:] = np.arange(C + 1)
         equal_RC = self._array("equal", (R, C - 1), bool)
-        np.equal(rows.value_RC[:, 1:], rows.value_RC[:, :-1], out=equal_RC)
+        np.equal(value_RC[:, 1:], value_RC[:, :-1], out=equal_RC)
         some = np.flatnonzero(equal_RC.any(1))
         if some.size:
             some = some if 2 * some.size < R else slice(None)  # all rows: in place
-            starts = rows.start_RI[some]
+            starts = start_RI[some]
             starts[:, 1:-1] *= ~equal_RC[some]
-            rows.start_RI[some] = np.maximum.accumulate(starts, axis=1, out=starts)
-            rows.distinct_R[some] -= np.count_nonzero(equal_RC[some], axis=1)
-            for sums_RI in (rows.mass_RI, rows.moment_RI):
-                sums_RI[some] = np.take_along_axis(sums_RI[some], rows.start_RI[some], axis=1)
+            start_RI[some] = np.maximum.accumulate(starts, axis=1, out=starts)
+            distinct_R[some] -= np.count_nonzero(equal_RC[some], axis=1)
+            flat = start_RI[some] + (C + 1) * np.arange(R)[some, None]
+            for sums_RI in (mass_RI, moment_RI):
+                sums_RI[some] = np.take(sums_RI.reshape(-1), flat, out=self._array("gain", flat.shape), mode="clip")
+        return SortedRows(order_RC, value_RC, center_R1, mass_RI, moment_RI, start_RI, distinct_R)
 
     def best_cuts(self, rows: SortedRows, clustering: Clustering) -> np.ndarray:
-        cuts = np.empty(clustering.borders[:, 1:].shape, np.int64)
-        for block in _blocks(len(cuts)):
-            some = Clustering(*(x[block] for x in clustering))
-            cuts[block] = self._best_cuts(rows.mass_RI[block], rows.moment_RI[block], some)
-        return cuts
-
-    def _best_cuts(self, mass_RI: np.ndarray, moment_RI: np.ndarray, clustering: Clustering) -> np.ndarray:
-        (R, I), K = mass_RI.shape, clustering.borders.shape[1] - 1
+        (R, I), K = rows.mass_RI.shape, clustering.borders.shape[1] - 1
         start, m, s = clustering.borders[:, :-1], clustering.mass, clustering.moment
         # Cluster by cluster [start, end) tiles the positions once a row's last cluster takes position C as well.
         counts = np.diff(clustering.borders, axis=1)
@@ -142,7 +114,7 @@ class NumpyRows:
         def spread(x_RK):
             return np.repeat(x_RK.reshape(-1), counts_flat)
 
-        mass, moment = mass_RI.reshape(-1), moment_RI.reshape(-1)
+        mass, moment = rows.mass_RI.reshape(-1), rows.moment_RI.reshape(-1)
         gain, weight = self._array("gain", (R * I,)), self._array("weight", (R * I,))
         mean = np.diff(s, axis=1) / (np.diff(m, axis=1) + TINY)
         np.multiply(mass, spread(mean), out=gain)
