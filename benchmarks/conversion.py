@@ -59,21 +59,22 @@ def main() -> None:
             start = time.perf_counter()
             with watch("read"):
                 w = jax.device_get(_random_layer(one_layer, jax.random.key(layer, impl="rbg")))
+            layer_weights = sum(leaf.size for leaf in jax.tree.leaves(w))
             groups, _ = convert_layer(w, manifest, layer, hidden, MIN_TOKENS, no_progress, watch)
             pages_bytes += sum(page.nbytes for page in groups[0].values())
+            del w, groups
             layers.append(time.perf_counter() - start)
             first = first or dict(watch.seconds)
             so_far = ", ".join(f"{stage} {spent:.2f}" for stage, spent in watch.seconds.items())
             print(f"layer {layer}: {layers[-1]:.2f} s; so far {so_far}", flush=True)
             hidden.drop_before(layer + 1)
-    experts_bytes = 2 * sum(leaf.size for leaf in jax.tree.leaves(w.mlp.experts))
     record = {"layers": args.layers, "experts": args.experts, "bits": list(args.bits), "samples": args.samples}
-    record["weights"] = args.layers * experts_bytes // 2
+    record["weights"] = args.layers * args.experts * sum(layout.rows * layout.columns for layout in manifest.layouts())
     record["seconds"] = {name: watch.seconds[name] for name in ("calibrate", "quantize", "pack")}
     record["compute_s"] = sum(record["seconds"].values())
     record["first_layer_s"] = {name: first[name] for name in record["seconds"]}
     record["pages_bytes"] = pages_bytes
-    record["layer_float32_bytes"] = 4 * sum(leaf.size for leaf in jax.tree.leaves(w))
+    record["layer_float32_bytes"] = 4 * layer_weights
     record["hidden_bytes"] = hidden.nbytes
     record["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     record["peak_device_bytes"] = device_peak_bytes()
