@@ -32,6 +32,9 @@ CHUNK_ROWS = 128
 FLOOR = 1e-6
 """Least importance of a column, as a share of its expert's mean."""
 
+NOT_FINITE = "has a weight that is NaN or infinite"
+TOO_LARGE = "has a centroid beyond float16's largest, 65504"
+
 
 @dataclass(frozen=True)
 class AnyPrecision:
@@ -65,10 +68,6 @@ def check_weights(w_ENC: np.ndarray, name: str) -> None:
     """Raises UserError, with the expert and the row, if a weight is NaN or infinite."""
     for e in range(len(w_ENC)):  # one expert at a time bounds the temporaries
         _refuse(~np.isfinite(w_ENC[e].astype(np.float32)).all(axis=1)[None], name, NOT_FINITE, e)
-
-
-NOT_FINITE = "has a weight that is NaN or infinite"
-TOO_LARGE = "has a centroid beyond float16's largest, 65504"
 
 
 def _refuse(bad_EN: np.ndarray, name: str, why: str, first_expert: int = 0) -> None:
