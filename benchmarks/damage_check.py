@@ -79,10 +79,13 @@ def read_model(folder: Path, checkpoint: PagedCheckpoint) -> Model:
     manifest = checkpoint.manifest
     weights = hf.load_weights(folder, manifest.config, jnp.float32)
 
+    dequantize_U = [jax.jit(jax.vmap(partial(dequantize_pages, layout=layout))) for layout in manifest.layouts()]
+
     def experts(layer: int, kind: int) -> dict[int, np.ndarray]:
         pages = [checkpoint.load_pages(layer, kind, page) for page in range(manifest.max_bits)]
-        dequantize = jax.jit(jax.vmap(partial(dequantize_pages, layout=manifest.layouts()[kind])))
-        return {b: np.asarray(dequantize(pages[:b])) for b in range(manifest.min_bits, manifest.max_bits + 1)}
+        return {
+            b: np.asarray(dequantize_U[kind](pages[:b])) for b in range(manifest.min_bits, manifest.max_bits + 1)
+        }
 
     read = [[experts(layer, kind) for kind in (GATE_UP, DOWN)] for layer in range(manifest.config.num_layers)]
     widths = range(manifest.min_bits, manifest.max_bits + 1)
