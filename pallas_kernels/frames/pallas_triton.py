@@ -16,7 +16,7 @@ ANY = pl.BlockSpec(memory_space=pl.ANY)
 class Config:
     """How a copy is cut into programs: words of a program, at most (a power of two), and its warps."""
 
-    words: int = 4096
+    words: int = 1024
     num_warps: int = 4
 
     def pieces(self, frame_words: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 """Triton attention: interpreted against the definition, lowered for CUDA at real sizes, compiled by -m gpu."""
 
 import contextlib
+import dataclasses
 from functools import partial
 
 import jax
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api, pallas_triton, pallas_triton_write, reference
+from pallas_kernels.paged_attention import api, pallas_triton, reference
 from pallas_kernels.paged_attention.arg_specs import SPECS, abstract_args
 from pallas_kernels.paged_attention.layout import KVLayout, from_words
-from pallas_kernels.paged_attention.pallas_triton import Config
+from pallas_kernels.paged_attention.pallas_triton_attend import Config
 
 POISON = 0xFFFFFFFF  # NaN in every dtype
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
@@ -139,6 +140,18 @@ def test_a_row_depends_on_no_other_row(tokens, interpret):
 
 
 @pytest.mark.parametrize("interpret", MODES)
+def test_programs_that_visit_several_splits_change_nothing(interpret):
+    layout = KVLayout(num_kv_heads=2, head_dim=M, dtype="bfloat16", frame_words=128)
+    arena, table = cache(layout, [319, 70])
+    q, positions = queries(layout, 2, 1, 2), jnp.asarray([[319], [70]])
+    split = Config(rows=16, tile_tokens=16, split_tokens=32)
+    few = dataclasses.replace(split, max_programs=1)
+    out, visited = (run(arena, q, positions, table, layout, 100, 0.0, c, interpret) for c in (split, few))
+    np.testing.assert_array_equal(out, visited)
+    assert worst_row(visited, define(arena, q, positions, table, layout, 100)) < 1e-2
+
+
+@pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize(("dtype", "heads", "frame_words"), [("float32", 6, 128), ("bfloat16", 2, 512)])
 def test_written_keys_lie_where_the_definition_puts_them(dtype, heads, frame_words, interpret):
     layout = KVLayout(num_kv_heads=heads, head_dim=M, dtype=dtype, frame_words=frame_words)
@@ -149,7 +162,7 @@ def test_written_keys_lie_where_the_definition_puts_them(dtype, heads, frame_wor
     frames[2] = num_frames  # a row that is not in use
     frames, slots = jnp.asarray(frames), jnp.asarray(rng.integers(0, layout.block_tokens, 5), jnp.int32)
     k, v = (jnp.asarray(rng.standard_normal((5, heads, M)), jnp.float32) for _ in range(2))
-    out = pallas_triton_write.write_kv(arena, frames, slots, k, v, layout, interpret=interpret)
+    out = pallas_triton.write_kv(arena, frames, slots, k, v, layout, interpret=interpret)
     np.testing.assert_array_equal(out, reference.write_kv(arena, frames, slots, k, v, layout))
     assert not np.array_equal(out, reference.write_kv(arena, frames, slots, v, k, layout))  # negative control
 
@@ -167,7 +180,7 @@ def test_rotating_while_writing_equals_the_definition(dtype, interpret):
     angle = rng.uniform(0, 6, (4, M // 2))
     cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
     q, k, v = (jnp.asarray(rng.standard_normal((4, heads, M)), dtype) for heads in (6, 3, 3))
-    out, q_out = pallas_triton_write.rotate_and_write_kv(
+    out, q_out = pallas_triton.rotate_and_write_kv(
         arena, frames, slots, cos, sin, q, k, v, layout, interpret=interpret
     )
     ref, q_ref = reference.rotate_and_write_kv(arena, frames, slots, cos, sin, q, k, v, layout)
