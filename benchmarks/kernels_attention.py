@@ -24,20 +24,25 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kernels_attention_jobs import ARENA_BYTES, ON_GPU, Job, make_jobs, random_arena
+from kernels_attention_jobs import ARENA_BYTES, ON_GPU, Job, make_jobs, random_arena, relative_error
 from record import append_result
 
 
-def compile_job(job: Job, arenas):
-    args = ((arenas[job.frame_words],) if job.frame_words else ()) + job.args
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    return jax.jit(job.run, donate_argnums=0 if job.donates else ()).lower(*abstract).compile()
+def inputs(job: Job, arenas) -> tuple:
+    return ((arenas[job.frame_words],) if job.frame_words else ()) + job.args
+
+
+def compile_job(job: Job, arenas) -> list:
+    """Returns the loop, compiled, and where there is one the operation and its definition."""
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(job, arenas))
+    loop = jax.jit(job.run, donate_argnums=0 if job.donates else ()).lower(*args).compile()
+    return [loop, *(jax.jit(f).lower(*args[:4]).compile() for f in job.pair or ())]
 
 
 def median_us(job: Job, run, arenas, repetitions: int) -> float:
     seconds = []
     for _ in range(2 + repetitions):
-        args = ((arenas[job.frame_words],) if job.frame_words else ()) + job.args
+        args = inputs(job, arenas)
         start = time.perf_counter()
         out = jax.block_until_ready(run(*args))
         seconds.append(time.perf_counter() - start)
@@ -68,8 +73,9 @@ def main() -> int:
             print("out of time for", job.name)
             continue
         try:
-            error = job.check() if job.check else None
-            us = median_us(job, compiled[job.name].result(), arenas, 21 if ON_GPU else 1)
+            run, *pair = compiled[job.name].result()
+            error = relative_error(*(f(*inputs(job, arenas)[:4]) for f in pair)) if pair else None
+            us = median_us(job, run, arenas, 21 if ON_GPU else 1)
         except Exception as exception:  # one bad program size must not lose the rest
             print("FAILED", job.name, repr(exception)[:150].replace("\n", " "), flush=True)
             failed = True
@@ -83,7 +89,8 @@ def main() -> int:
             flush=True,
         )
         record = {"what": job.what, "shape": job.shape, "how": job.how, "us": us, "gb_s": rate, "copy_gb_s": copy_rate}
-        append_result(options.out, "kernels_attention", record | {"tflops": tflops, "error": error})
+        if ON_GPU:
+            append_result(options.out, "kernels_attention", record | {"tflops": tflops, "error": error})
     return int(failed)
 
 
