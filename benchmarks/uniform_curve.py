@@ -11,7 +11,7 @@ width takes in pages. Paged weights get that very number as their budget, and pa
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -27,6 +27,8 @@ from pressure_cases import (
     staging_bytes,
     texts,
 )
+
+from pagedweight_jax.checkpoint.paged import open_checkpoint
 
 GRID = (3.0, 3.25, 3.5, 4.0, 4.5, 5.0)
 """Budgets of the curve, in bits that they leave the experts' pages beside full contexts."""
@@ -84,6 +86,12 @@ def paged_cases(
         Case(label=label, checkpoint=checkpoint, text=text, batch=batch, memory_bytes=memory_bytes, mode=mode)
         for memory_bytes, text in product(budgets, scored)
     ]
+
+
+def fitting(checkpoint: Path, batch: int, window_tokens: int, budgets: Iterable[int]) -> list[int]:
+    """Returns the budgets that hold all full contexts beside the lowest bits, ascending; others serve fewer rows."""
+    least_bytes = full_context_bytes(checkpoint, batch, window_tokens, open_checkpoint(checkpoint).manifest.min_bits)
+    return sorted(memory_bytes for memory_bytes in budgets if memory_bytes >= least_bytes)
 
 
 def mean_by_budget(records: Sequence[dict], label: str, checkpoint: str, batch: int) -> dict[int, dict]:
@@ -198,15 +206,15 @@ def main() -> None:
     for batch in args.batches:
         for checkpoint in filter(None, (args.checkpoint, args.low)):
             own = [w for w in widths[batch] if w.checkpoint == checkpoint]
-            budgets = {memory for w in own for memory in (w.own_bytes, w.all_bytes)}
-            if checkpoint == args.checkpoint:
-                grid = [full_context_bytes(checkpoint, batch, args.window, bits) for bits in GRID]
-                budgets |= set(grid)
-                if batch == args.batches[0]:
-                    built += paged_cases(checkpoint, scored, batch, grid, mode="frozen")
-            built += paged_cases(checkpoint, scored, batch, sorted(budgets))
+            grid = [full_context_bytes(checkpoint, batch, args.window, bits) for bits in GRID]
+            budgets = {*grid, *(memory for w in own for memory in (w.own_bytes, w.all_bytes))}
+            if (checkpoint, batch) == (args.checkpoint, args.batches[0]):
+                built += paged_cases(checkpoint, scored, batch, grid, mode="frozen")
+            built += paged_cases(checkpoint, scored, batch, fitting(checkpoint, batch, args.window, budgets))
     records = score_all(built, args.model, args.cache, args.results, workers=args.workers)
-    report(args, widths, records)
+    panels = report(args, widths, records)
+    if args.plot:
+        draw(args.plot, panels)
 
 
 def uniform_widths(args: argparse.Namespace, batch: int) -> list[Width]:
@@ -215,8 +223,8 @@ def uniform_widths(args: argparse.Namespace, batch: int) -> list[Width]:
     return [uniform_width(checkpoint, batch, args.window, bits) for checkpoint, bits in pairs]
 
 
-def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: list[dict]) -> None:
-    """Prints the tables and draws the curves."""
+def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: list[dict]) -> dict[int, dict]:
+    """Prints the tables and returns what ``draw`` draws."""
     first = args.batches[0]
     uniform = {}
     for width in widths[first]:
@@ -226,7 +234,10 @@ def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: li
     panels = {}
     for batch in args.batches:
         print(f"\n{batch} contexts of {args.window} tokens (KL in millinats per token)\n")
-        curves = {w.checkpoint.name: mean_by_budget(records, PAGED, w.checkpoint.name, batch) for w in widths[batch]}
+        curves = {}
+        for checkpoint in {w.checkpoint for w in widths[batch]}:
+            curve = mean_by_budget(records, PAGED, checkpoint.name, batch)
+            curves[checkpoint.name] = {b: curve[b] for b in fitting(checkpoint, batch, args.window, curve)}
         staging = staging_bytes(args.checkpoint)
         frozen_bytes = full_context_bytes(args.checkpoint, first, args.window, 3)
         more_bytes = full_context_bytes(args.checkpoint, batch, args.window, 3) - frozen_bytes
@@ -239,7 +250,8 @@ def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: li
         print(equal_bytes_table(widths[batch], uniform, curves))
         equal = next(w for w in widths[batch] if (w.checkpoint, w.bits) == (args.checkpoint, EQUAL))
         print()
-        for what, curve in drawn.items():
+        low = {f"paged, {args.low.name}": curves[args.low.name]} if args.low and curves[args.low.name] else {}
+        for what, curve in (drawn | low).items():
             print(saved_line(equal, uniform[name, EQUAL], curve, num_weights, what))
         own = [w for w in widths[batch] if w.checkpoint == args.checkpoint]
         panels[batch] = {
@@ -247,8 +259,7 @@ def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: li
             "uniform, own LUT": [(w.own_bytes, uniform[name, w.bits]["kl"]) for w in own],
             "uniform, all LUTs": [(w.all_bytes, uniform[name, w.bits]["kl"]) for w in own],
         }
-    if args.plot:
-        draw(args.plot, panels)
+    return panels
 
 
 if __name__ == "__main__":
