@@ -32,6 +32,9 @@ def worst_row(out, ref):
     return max(relative_error(o, r) for o, r in zip(out, ref, strict=True) if np.any(np.asarray(r)))
 
 
+write = jax.jit(reference.write_kv, static_argnames="layout")
+
+
 def cache(layout, last, first=None, seed=0):
     """Returns (arena, table_BGF): rows with keys first .. last in frames in random order; all else is poison.
 
@@ -43,14 +46,14 @@ def cache(layout, last, first=None, seed=0):
     num_frames = len(last) * num_blocks * layout.layer_frames + 3
     table = rng.permutation(num_frames)[: num_frames - 3].reshape(len(last), num_blocks, -1).astype(np.int32)
     arena = jnp.full((num_frames, layout.frame_words), POISON, jnp.uint32)
-    for row, (a, b) in enumerate(zip(first, last, strict=True)):
-        positions = np.arange(a, b + 1)
-        shape = (len(positions), layout.num_kv_heads, layout.head_dim)
-        k, v = (jnp.asarray(rng.standard_normal(shape), layout.dtype) for _ in range(2))
-        blocks, slots = np.divmod(positions, layout.block_tokens)
-        if positions.size:
-            arena = reference.write_kv(arena, jnp.asarray(table[row, blocks]), jnp.asarray(slots), k, v, layout)
-        table[row, np.setdiff1d(np.arange(num_blocks), blocks)] = num_frames
+    rows = np.repeat(np.arange(len(last)), [b - a + 1 for a, b in zip(first, last, strict=True)])
+    positions = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)])
+    blocks, slots = np.divmod(positions, layout.block_tokens)
+    k, v = rng.standard_normal((2, len(rows), layout.num_kv_heads, layout.head_dim), np.float32)
+    arena = write(arena, jnp.asarray(table[rows, blocks]), jnp.asarray(slots), k, v, layout)
+    unused = np.ones(table.shape[:2], bool)
+    unused[rows, blocks] = False
+    table[unused] = num_frames
     return arena, jnp.asarray(table)
 
 
