@@ -172,8 +172,8 @@ def costs(job: Job) -> Costs:
     S = job.sequences_NS.shape[1]
     attention_bytes = 2 * BATCH_SEQUENCES * config.num_heads * S * S * 4  # scores and probabilities
     on_gpu = jax.default_backend() == "gpu"
-    # The layer as it was read and, without a GPU, as XLA has it, which multiplies 16-bit weights as float32; then beside
-    # it the codes, LUTs and pages.
+    # The layer as it was read and, without a GPU, as XLA has it, which multiplies 16-bit weights as float32; then
+    # beside it the codes, LUTs and pages.
     float32_bytes = 4 * sum(kind_weights) if shapes.embed_VD.dtype.itemsize < 4 else 0
     running_bytes = layer_bytes + (0 if on_gpu else layer_bytes + float32_bytes + attention_bytes)
     quantizing_bytes = layer_bytes + 2 * max(kind_weights) + layer_pages_bytes
