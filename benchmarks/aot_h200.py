@@ -5,7 +5,7 @@
     python benchmarks/aot_h200.py
 
 No driver and no toolkit is needed; with ``ptxas`` on the path, registers and spills are printed as well. Fails if a
-kernel spills, or if XLA would copy the arena that it is given.
+kernel spills more than a few registers, or if XLA would copy the arena that it is given.
 """
 
 import os
@@ -109,7 +109,7 @@ def main() -> int:
         shown = ", ".join(f"{name} {registers} ({spilled})" for name, (registers, spilled) in sorted(kernels.items()))
         print(f"{spec.name:14}{m_TD.shape[0]:>7}{seconds:>9.1f}{temp_bytes:>12}   {shown or 'no ptxas'}", flush=True)
         copies = temp_bytes > arena.size * jnp.dtype(arena.dtype).itemsize // 2
-        failed |= copies or any(spilled for _, spilled in kernels.values())
+        failed |= copies or any(spilled > 64 for _, spilled in kernels.values())
     shutil.rmtree(DUMP, ignore_errors=True)
     return int(failed)
 

@@ -33,12 +33,12 @@ from jax.experimental import pallas as pl
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from layout_candidates import VARIANTS, Case, cases
+from lookup_kernel import Config, linear_block, load_words
 from record import environment
 
 from pallas_kernels._triton import CompilerParams
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
-from pallas_kernels.moe_ffn.pallas_triton import Config, linear_block, load_words
 
 UNROLL = 8
 REPETITIONS = 21

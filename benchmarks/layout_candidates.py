@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from lookup_kernel import Config
 
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn.arg_specs import MoESpec
-from pallas_kernels.moe_ffn.pallas_triton import Config
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixed-precision MoE feed-forward as two Pallas-Triton kernels that read weight pages in the arena.
+"""The mixed-precision MoE feed-forward on binary tensor cores: Pallas-Triton kernels that read weight pages in place.
 
-One program computes a few stored rows of one linear-block for one (token, expert) pair p = t K + k. From the words of
-planes 0, 1, 2, ... it assembles the codes of several columns at once, in fields of one word::
+A LUT of 2^b entries a row makes a product with W_b a sum over codes, and no weight has to be looked up::
 
-    fields  =  ((w0 >> s & 0x11111111) << 1  |  (w1 >> s & 0x11111111)) << 1  |  ...        bits s, s + 4, .. s + 28
+      y_n  =  sum_k LUT[n, k] S_nk             S_nk  =  sum of x_c over the columns c whose code is k
 
-looks each code up in its row's LUT (a pointer load that stays in L1) and accumulates in float32. Bitwidths up to 4 use
-fields of 4 bits, the others fields of 8. Planes that are not resident are masked to zero, so that one body serves every
-bitwidth of its field width and the run-time choice is between two. Nothing is added across programs: the result of a
-pair depends on no other pair.
+The columns with code k are the ones of a 0/1 matrix that is an AND of bit-planes or their complements; x is cut into
+bit-slices (``slices.py``). Then S_nk is a product of 0/1 matrices, 16 x 512 x 16 bits in four instructions
+(``binary_dot.py``), and the work per weight is some 2^b ANDs per 32 of them. Sums are integers, hence exact: a row's
+result depends on no other row of the call.
+
+A program computes 16 stored rows of one linear-block for all tokens that selected its expert; its W warps take every
+W-th chunk of 16 words. Codes are taken 2^3 at a time: those whose high bits are o, for each o of 2^(b - 3).
 """
 
 from collections.abc import Callable
@@ -23,111 +25,27 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load
 from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn.binary_dot import ROWS, WORDS
+from pallas_kernels.moe_ffn.code_sums import Block, dot_chunks, finish_rows, load_chunks
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
+from pallas_kernels.moe_ffn.slices import Slices, num_chunks, runs, slice_columns
 
-FIELD_BITS = 4, 8
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Config:
-    """How a kernel is cut into programs; no result depends on it beyond rounding.
+    """How a kernel is cut into programs; no result depends on it beyond the order in which float32 numbers are added.
 
     Attributes:
-      rows: stored rows of a program, at most R of the layout; a power of two, at least 2.
-      num_warps: a power of two.
+      num_warps: W of a program, a power of two.
+      chunks: G, of each plane that a warp holds at a time.
     """
 
-    rows: int = 8
-    num_warps: int = 4
+    num_warps: int
+    chunks: int
 
-
-def _split(position, size: int):
-    """Returns (position // size, position % size) for a power of two and a position >= 0."""
-    return position >> (size.bit_length() - 1), position & (size - 1)
-
-
-def _by_bits(layout: BlockLayout, bits, value: Callable[[int], int]):
-    """Returns value(bits) for a run-time bitwidth, as a chain of scalar selects."""
-    chosen = jnp.int32(value(layout.max_bits))
-    for b in range(layout.min_bits, layout.max_bits):
-        chosen = jnp.where(bits == b, jnp.int32(value(b)), chosen)
-    return chosen
-
-
-def _fields(words, field_bits: int, s):
-    """Returns the codes of bits s, s + field_bits, ... of the planes' words, each in its field."""
-    mask = jnp.uint32(sum(1 << i for i in range(0, 32, field_bits)))
-    fields = (words[0] >> s) & mask
-    for word in words[1:]:
-        fields = (fields << 1) | ((word >> s) & mask)
-    return fields
-
-
-def load_words(layout: BlockLayout, num_rows: int, arena, frames, e, bits, row, band: int, t, num_planes: int):
-    """Returns the words of tile ``t`` of a band, rows row .. row + num_rows - 1: one uint32[num_rows, T] per plane.
-
-    Planes >= ``bits`` are zeros and are not read. Args: see ``dot_rows``.
-    """
-    tile_words, tiles = layout.bands[band]
-    tile_rows, band_word = layout.tile_rows, sum(width * count for width, count in layout.bands[:band])
-    group, row_in_tile = _split(row, tile_rows)
-    frame, offset = _split(layout.rows * band_word + (group * tiles + t) * (tile_rows * tile_words), layout.frame_words)
-    offset = pl.multiple_of(offset + row_in_tile * tile_words, num_rows * tile_words)
-    offset_R1 = offset + jnp.arange(num_rows, dtype=jnp.int32)[:, None] * tile_words
-    offset_RT = offset_R1 + jnp.arange(tile_words, dtype=jnp.int32)
-    return [
-        load(
-            arena.at[frames[e, layout.page_starts[p] + frame], offset_RT],
-            mask=jnp.broadcast_to(p < bits, offset_RT.shape),
-            other=jnp.uint32(0),
-        )
-        for p in range(num_planes)
-    ]
-
-
-def dot_rows(layout: BlockLayout, num_rows: int, arena, halves, frames, e, bits, row, x, x_row, field_bits: int):
-    """Returns W_b[row : row + num_rows] x in stored row order, float32[num_rows].
-
-    Args:
-      layout: of the block.
-      num_rows: divides R; ``row`` is a multiple of it.
-      arena, halves: refs uint32[A, W] and, the same memory, float16[A, 2W].
-      frames: ref int32[E, frames of a block].
-      e, bits: the expert and its bitwidth b.
-      row: first stored row.
-      x, x_row: ref [any, C], and which row of it.
-      field_bits: 4 or 8, at least b.
-    """
-    num_planes = min(field_bits, layout.max_bits)
-    absent_planes = (num_planes - bits).astype(jnp.uint32)
-    lut_start = _by_bits(
-        layout, bits, lambda b: 2 * (layout.page_starts[b - 1] * layout.frame_words + layout.lut_offset_words(b - 1))
-    )
-    row_R1 = row + jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    lut_frame_R1, lut_R1 = _split(lut_start + (row_R1 << bits), 2 * layout.frame_words)
-    lut_frame_R1 = frames[e, lut_frame_R1]
-
-    def dot_tile(band, column, t, acc_RT):
-        tile_words = acc_RT.shape[1]
-        words = load_words(layout, num_rows, arena, frames, e, bits, row, band, t, num_planes)
-
-        def dot_fields(s, acc_RT):
-            fields_RT = _fields(words, field_bits, s.astype(jnp.uint32)) >> absent_planes
-            for i in range(0, 32, field_bits):
-                code_RT = (fields_RT >> i) & jnp.uint32(2**field_bits - 1)
-                w_RT = halves[lut_frame_R1, lut_R1 + code_RT.astype(jnp.int32)].astype(jnp.float32)
-                run = column + (32 * t + s + i) * tile_words
-                acc_RT += w_RT * x[x_row, pl.ds(run, tile_words)].astype(jnp.float32)
-            return acc_RT
-
-        return lax.fori_loop(0, field_bits, dot_fields, acc_RT)
-
-    y_R, column = jnp.zeros(num_rows, jnp.float32), 0
-    for band, (tile_words, tiles) in enumerate(layout.bands):
-        acc_RT = jnp.zeros((num_rows, tile_words), jnp.float32)
-        y_R += jnp.sum(lax.fori_loop(0, tiles, partial(dot_tile, band, column), acc_RT), axis=1)
-        column += 32 * tile_words * tiles
-    return y_R
+    def slice_words(self, layout: BlockLayout) -> int:
+        """Returns how many words of a slice the programs read."""
+        return -(-num_chunks(layout) // self.num_warps) * self.num_warps * WORDS
 
 
 def linear_block(
@@ -137,10 +55,12 @@ def linear_block(
     bits_EU: jax.Array,
     kind: int,
     ids_P: jax.Array,
-    x: jax.Array,
+    slices: Slices,
     out: jax.ShapeDtypeStruct,
-    config: Config,
     finish: Callable[[jax.Array], jax.Array] = lambda y_R: y_R,
+    *,
+    grouped: bool,
+    config: Config,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns finish(W x_p) of every pair p, ``out`` [P, rows that ``finish`` leaves].
@@ -151,87 +71,90 @@ def linear_block(
       frames_EF: int32, the blocks' frames.
       bits_EU, kind: bitwidths, and the column of them that belongs to these blocks.
       ids_P: int32, the pairs' experts; rows of pairs with an id of E or more are not written.
-      x: [P / K, C]; pair p reads row p // K.
+      slices: of X rows; pair p reads row p // (P / X).
       out: shape and dtype of the result.
+      finish: from a program's 16 stored rows to what it stores, 16 or 8 numbers.
+      grouped: the pairs of one expert share a program, which reads their planes once from device memory. Without it
+        every pair has its own; right if no expert occurs twice.
       config: size of a program.
-      finish: from the program's stored rows to what it stores.
       interpret: runs on any backend, slowly.
     """
-    num_pairs, num_rows = ids_P.shape[0], min(config.rows, layout.tile_rows)
-    pairs_per_row = num_pairs // x.shape[0]
-    narrow, wide = FIELD_BITS
+    num_pairs = ids_P.shape[0]
+    pairs_per_row = num_pairs // slices.unit_X.shape[0]
+    num_experts = frames_EF.shape[0]
+    num_warps, steps = config.num_warps, -(-num_chunks(layout) // config.num_warps)
+    by_expert = grouped and num_experts < num_pairs  # a program per expert, else per pair: its expert's first one
 
-    def kernel(arena, halves, frames, bits_ref, ids, x_ref, out_ref):
-        program, pair = pl.program_id(0), pl.program_id(1)
-        e = ids[pair]
+    def kernel(arena, frames, bits_ref, ids, words, unit, out_ref):
+        program, slot = pl.program_id(0), pl.program_id(1)
+        e = slot if by_expert else ids[slot]
+        pair_Z = jnp.arange(pl.next_power_of_2(num_pairs), dtype=jnp.int32)
 
-        @pl.when(e < frames.shape[0])
+        def next_pair(after):
+            ids_Z = load(ids.at[pair_Z], mask=pair_Z < num_pairs, other=jnp.int32(num_experts))
+            return jnp.min(jnp.where((ids_Z == e) & (pair_Z > after), pair_Z, num_pairs))
+
+        def product(block, chunks, x_row):
+            dot = partial(dot_chunks, block, slices=(words, unit), x_row=x_row, interpret=interpret)
+            y_VQ = jnp.zeros((ROWS * num_warps, 4), jnp.float32)
+            if chunks is not None:
+                return dot(chunks, y_VQ=y_VQ)
+            first = runs(layout)[0]
+            looped = first.chunks // (num_warps * config.chunks) if first.width == WORDS else 0
+
+            def body(s, y_VQ):
+                return dot(load_chunks(block, s * config.chunks, config.chunks, looped * config.chunks - 1), y_VQ=y_VQ)
+
+            y_VQ = lax.fori_loop(0, looped, body, y_VQ)
+            for step in range(looped * config.chunks, -(-num_chunks(layout) // num_warps), config.chunks):
+                y_VQ = dot(load_chunks(block, step, min(config.chunks, steps - step)), y_VQ=y_VQ)
+            return y_VQ
+
+        def store_pair(block, chunks, pair):
+            x_row = pair // pairs_per_row
+            unit_of_x = unit[x_row]  # early: it is there when it is needed
+            y_R = finish(finish_rows(block, product(block, chunks, x_row), unit_of_x)).astype(out_ref.dtype)
+            out_ref[pair, pl.ds(program * y_R.shape[0], y_R.shape[0])] = y_R
+
+        def with_block(run):
+            block = Block(layout, num_warps, arena, frames, e, bits_ref[e, kind], program * ROWS)
+            run(block, load_chunks(block, 0, steps) if steps <= config.chunks else None)
+
+        if not grouped:
+            pl.when(e < num_experts)(lambda: with_block(partial(store_pair, pair=slot)))
+            return
+        first = next_pair(-1)
+
+        @pl.when((first < num_pairs) if by_expert else (first == slot) & (e < num_experts))
         def _():
-            bits, row, x_row = bits_ref[e, kind], program * num_rows, pair // pairs_per_row
-            dot = partial(dot_rows, layout, num_rows, arena, halves, frames, e, bits, row, x_ref, x_row)
-            if layout.min_bits <= narrow < layout.max_bits:
-                y_R = lax.cond(bits <= narrow, lambda: dot(narrow), lambda: dot(wide))
-            else:
-                y_R = dot(narrow if layout.max_bits <= narrow else wide)
-            y_R = finish(y_R)
-            out_ref[pair, pl.ds(program * y_R.shape[0], y_R.shape[0])] = y_R.astype(out_ref.dtype)
+            def each_pair(block, chunks):
+                def body(pair):
+                    store_pair(block, chunks, pair)
+                    return next_pair(pair)
 
-    halves = lax.bitcast_convert_type(arena_AW, jnp.float16).reshape(arena_AW.shape[0], -1)  # a view: no copy
+                lax.while_loop(lambda pair: pair < num_pairs, body, first)
+
+            with_block(each_pair)
+
+    ints = lax.bitcast_convert_type(arena_AW, jnp.int32)  # a view: no copy
     return pl.pallas_call(
         kernel,
-        grid=(layout.rows // num_rows, num_pairs),
+        grid=(layout.rows // ROWS, num_experts if by_expert else num_pairs),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 6,
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=out,
-        compiler_params=CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gate_up" if layout.interleaved else "down",
-    )(arena_AW, halves, frames_EF, bits_EU, ids_P, x)
+    )(ints, frames_EF, bits_EU, ids_P, slices.words_XBW, slices.unit_X)
 
 
-def gate_up(
-    arena_AW: jax.Array,
-    pages: WeightPages,
-    m_TD: jax.Array,
-    ids_P: jax.Array,
-    *,
-    activation: str = "silu",
-    config: Config = Config(),
-    interpret: bool = False,
-) -> jax.Array:
-    """Returns h_PF = act(gate[e_p] m) * (up[e_p] m) in ``m_TD``'s dtype, of the pairs p = t K + k.
-
-    Args: see ``linear_block``; rows of pairs without an expert are not written.
-      activation: a key of ``ACTIVATIONS``.
-    """
-
-    def gated(y_R):
-        gate_R, up_R = (half.reshape(-1) for half in jnp.split(y_R.reshape(-1, 2), 2, axis=1))
-        return ACTIVATIONS[activation](gate_R) * up_R
-
-    layout, frames_EF = pages.gate_up, pages.gate_up_frames_EF
-    out = jax.ShapeDtypeStruct((ids_P.shape[0], layout.rows // 2), m_TD.dtype)
-    return linear_block(
-        arena_AW, layout, frames_EF, pages.bits_EU, 0, ids_P, m_TD, out, config, gated, interpret=interpret
-    )
-
-
-def down(
-    arena_AW: jax.Array,
-    pages: WeightPages,
-    h_PF: jax.Array,
-    ids_P: jax.Array,
-    *,
-    config: Config = Config(),
-    interpret: bool = False,
-) -> jax.Array:
-    """Returns y_PD = down[e_p] h_p, float32, of the pairs p = t K + k.
-
-    Args: see ``linear_block``; rows of pairs without an expert are not written.
-    """
-    layout, frames_EF = pages.down, pages.down_frames_EF
-    out = jax.ShapeDtypeStruct((ids_P.shape[0], layout.rows), jnp.float32)
-    return linear_block(arena_AW, layout, frames_EF, pages.bits_EU, 1, ids_P, h_PF, out, config, interpret=interpret)
+def configure(layout: BlockLayout, grouped: bool) -> Config:
+    """Returns the size of the programs of a block, by what was fastest on an H200 (``pallas_kernels/README.md``)."""
+    count = num_chunks(layout)
+    if count <= 2 or (grouped and count <= 4):
+        return Config(num_warps=1, chunks=count)
+    return Config(num_warps=2, chunks=3 if count in (5, 6) else 2)
 
 
 def moe_ffn(
@@ -247,10 +170,28 @@ def moe_ffn(
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
-    ids_P = ids_TK.reshape(-1)
-    h_PF = gate_up(arena_AW, pages, m_TD, ids_P, activation=activation, interpret=interpret)
-    y_TKD = down(arena_AW, pages, h_PF, ids_P, interpret=interpret).reshape(*ids_TK.shape, -1)
+    ids_P, act, grouped = ids_TK.reshape(-1), ACTIVATIONS[activation], ids_TK.shape[0] > 1
     used_TK = ids_TK < pages.bits_EU.shape[0]
-    h_square_TK = jnp.sum(jnp.square(h_PF.astype(jnp.float32)), axis=-1).reshape(ids_TK.shape)
+
+    def gated(y_R):
+        gate_R, up_R = (half.reshape(-1) for half in jnp.split(y_R.reshape(-1, 2), 2, axis=1))
+        return act(gate_R) * up_R
+
+    def sliced(x_XC, layout, *ids):
+        return slice_columns(x_XC, layout, configure(layout, grouped).slice_words(layout), *ids, interpret=interpret)
+
+    def product(layout, frames_EF, kind, slices, out, *finish):
+        return linear_block(
+            arena_AW, layout, frames_EF, pages.bits_EU, kind, ids_P, slices, out, *finish,
+            grouped=grouped, config=configure(layout, grouped), interpret=interpret,
+        )  # fmt: skip
+
+    m = sliced(m_TD, pages.gate_up)
+    h_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.columns), m_TD.dtype)
+    h_PF = product(pages.gate_up, pages.gate_up_frames_EF, 0, m, h_shape, gated)
+    h = sliced(h_PF, pages.down, ids_P, pages.bits_EU.shape[0])
+    y_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.rows), jnp.float32)
+    y_PD = product(pages.down, pages.down_frames_EF, 1, h, y_shape)
+    y_TKD = y_PD.reshape(*ids_TK.shape, -1)
     y_TD = jnp.sum(jnp.where(used_TK[..., None], weights_TK[..., None] * y_TKD, 0.0), axis=1)
-    return y_TD, jnp.where(used_TK, h_square_TK, 0.0)
+    return y_TD, h.square_X.reshape(ids_TK.shape)

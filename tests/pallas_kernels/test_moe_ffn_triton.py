@@ -27,6 +27,15 @@ def relative_error(out, ref):
     return np.linalg.norm(out - ref) / np.linalg.norm(ref)
 
 
+def assert_equal(found, expected):
+    """Both outputs agree, the whole and the worst row."""
+    for out, ref in zip(found, expected, strict=True):
+        out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+        assert relative_error(out, ref) < 1e-5
+        scale = np.linalg.norm(ref) / len(ref) ** 0.5
+        assert (np.linalg.norm(out - ref, axis=1) < 2e-5 * np.maximum(np.linalg.norm(ref, axis=1), scale)).all()
+
+
 def random_pages(spec, bits_EU, seed=0):
     """Returns (arena, pages): random planes and LUTs in frames in random order, poison wherever nothing is resident."""
     rng = np.random.default_rng(seed)
@@ -67,12 +76,12 @@ def random_tokens(spec, num_tokens, seed=0):
 
 @partial(jax.jit, static_argnames=("activation", "interpret"))
 def run(arena, pages, m_TD, ids_TK, weights_TK, activation="silu", interpret=True):
-    return moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation, interpret=interpret)[0]
+    return moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation, interpret=interpret)
 
 
 @partial(jax.jit, static_argnames="activation")
 def define(arena, pages, m_TD, ids_TK, weights_TK, activation):
-    return reference.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation)[0]
+    return reference.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation)
 
 
 def mixed_bits(shift):
@@ -86,11 +95,13 @@ def test_every_mix_of_bitwidths_equals_the_definition(interpret):
     tokens = random_tokens(TINY, 4)
     for shift in range(E):  # all 49 pairs of bitwidths
         arena, pages = random_pages(TINY, mixed_bits(shift), seed=shift)
-        y = run(arena, pages, *tokens, interpret=interpret)
-        assert relative_error(y, define(arena, pages, *tokens, activation="silu")) < 1e-5
+        found = run(arena, pages, *tokens, interpret=interpret)
+        assert_equal(found, define(arena, pages, *tokens, activation="silu"))
         frames = pages.gate_up_frames_EF
         wrong = dataclasses.replace(pages, gate_up_frames_EF=frames.at[0].set(frames[1]))  # negative control
-        assert not relative_error(y, define(arena, wrong, *tokens, activation="silu")) < 1e-2
+        y, h_square = define(arena, wrong, *tokens, activation="silu")
+        assert not relative_error(found[0], y) < 1e-2
+        assert not relative_error(found[1], h_square) < 1e-2
 
 
 @pytest.mark.parametrize("interpret", MODES)
@@ -102,29 +113,62 @@ def test_every_range_of_bits_and_size_of_frame(min_bits, max_bits, frame_words, 
     spec = dataclasses.replace(TINY, min_bits=min_bits, max_bits=max_bits, frame_words=frame_words)
     arena, pages = random_pages(spec, np.random.default_rng(3).integers(min_bits, max_bits + 1, (E, 2)))
     tokens = random_tokens(spec, 4)
-    y = run(arena, pages, *tokens, activation=activation, interpret=interpret)
-    assert relative_error(y, define(arena, pages, *tokens, activation=activation)) < 1e-5
+    found = run(arena, pages, *tokens, activation=activation, interpret=interpret)
+    assert_equal(found, define(arena, pages, *tokens, activation=activation))
 
 
 @pytest.mark.parametrize("interpret", MODES)
 def test_a_row_depends_on_no_other_row(interpret):
     arena, pages = random_pages(TINY, mixed_bits(1))
     m_TD, ids_TK, weights_TK = random_tokens(TINY, 4)
-    together = np.asarray(run(arena, pages, m_TD, ids_TK, weights_TK, interpret=interpret))
+    together, h_square = (np.asarray(a) for a in run(arena, pages, m_TD, ids_TK, weights_TK, interpret=interpret))
     for row in range(4):
         other = np.arange(4)[:, None] != row
         m, ids = jnp.where(other, jnp.nan, m_TD), jnp.where(other, E, ids_TK)
-        alone = np.asarray(run(arena, pages, m, ids, weights_TK, interpret=interpret))
+        alone, squares = (np.asarray(a) for a in run(arena, pages, m, ids, weights_TK, interpret=interpret))
         np.testing.assert_array_equal(alone[row], together[row])
-        assert not np.delete(alone, row, axis=0).any(), "rows that select nothing are zero, whatever they hold"
+        np.testing.assert_array_equal(squares[row], h_square[row])
+        for rest in (alone, squares):
+            assert not np.delete(rest, row, axis=0).any(), "rows that select nothing are zero, whatever they hold"
+        single, _ = run(arena, pages, *(a[row : row + 1] for a in (m_TD, ids_TK, weights_TK)), interpret=interpret)
+        np.testing.assert_array_equal(single[0], together[row])
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+def test_all_tokens_on_one_expert_and_none_at_all(num_tokens, interpret):
+    arena, pages = random_pages(TINY, mixed_bits(3))
+    m_TD, ids_TK, weights_TK = random_tokens(TINY, num_tokens)
+    for e in (2, E):
+        ids_TK = jnp.full_like(ids_TK, E).at[:, 0].set(e)
+        found = run(arena, pages, m_TD, ids_TK, weights_TK, interpret=interpret)
+        if e < E:
+            assert_equal(found, define(arena, pages, m_TD, ids_TK, weights_TK, activation="silu"))
+        else:
+            assert not any(np.asarray(a).any() for a in found)
 
 
 @pytest.mark.parametrize("interpret", MODES)
 def test_bfloat16_inputs(interpret):
     arena, pages = random_pages(TINY, mixed_bits(2))
     m_TD, ids_TK, weights_TK = random_tokens(TINY, 4)
-    y = run(arena, pages, m_TD.astype(jnp.bfloat16), ids_TK, weights_TK, interpret=interpret)
-    assert relative_error(y, define(arena, pages, m_TD, ids_TK, weights_TK, activation="silu")) < 1e-2
+    y, h_square = run(arena, pages, m_TD.astype(jnp.bfloat16), ids_TK, weights_TK, interpret=interpret)
+    expected = define(arena, pages, m_TD, ids_TK, weights_TK, activation="silu")
+    assert relative_error(y, expected[0]) < 1e-2
+    assert relative_error(h_square, expected[1]) < 1e-2
+
+
+@pytest.mark.gpu
+def test_an_arena_beyond_two_to_the_31_words():
+    arena, pages = random_pages(TINY, mixed_bits(4))
+    first = 2**31 // TINY.frame_words
+    large = jnp.full((first + len(arena), TINY.frame_words), POISON, jnp.uint32).at[first:].set(arena)
+    moved = dataclasses.replace(
+        pages, gate_up_frames_EF=pages.gate_up_frames_EF + first, down_frames_EF=pages.down_frames_EF + first
+    )
+    tokens = random_tokens(TINY, 4)
+    found = run(large, moved, *tokens, interpret=False)
+    assert_equal(found, define(arena, pages, *tokens, activation="silu"))
 
 
 def cuda_device():

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the routed feed-forward of decode steps beside its ceilings and its peers on one GPU.
+
+    python benchmarks/kernels.py [--seconds 90] [--only REGEX] [--out benchmarks/results/kernels.jsonl]
+
+A call is ``moe_ffn`` in bfloat16, everything from the tokens' inputs to their weighted sum, on pages strewn over an
+arena of more than 4 GiB. Calls are unrolled in a loop inside one jit, each with expert ids of its own, so that a round
+through them is larger than the L2 cache, and each waits for the one before. Everything is compiled first: a compilation
+beside a timing starves its launches. Then each case is held to the definition with bitwidths 2 to 8 mixed over the
+experts, and timed: median of 21 repetitions. Ceilings, timed alike: as many kernels and programs that only store,
+and a device copy. Peers, in PyTorch if it is there: bfloat16 weights, ``grouped_mm`` and one cuBLAS product per expert,
+in a CUDA graph with the same ids.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from record import environment
+
+from pallas_kernels._triton import CompilerParams
+from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn import pallas_triton, reference
+from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
+from pallas_kernels.moe_ffn.pages import WeightPages
+
+REPETITIONS = 21
+ARENA_BYTES = 5 << 30
+MIXED = {"3 and 5": (3, 5), "2 and 6": (2, 6), "3, 4 and 5": (3, 4, 5)}
+"""Bitwidths in turn over the experts, with planes of the bytes of 4 bits."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls to time: ``tokens`` of a model, on ``experts`` distinct ones if that is given."""
+
+    spec: MoESpec
+    tokens: int
+    experts: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name} {self.tokens} tokens" + (f" {self.experts} experts" if self.experts else "")
+
+
+CASES = [
+    Case(SPECS["qwen1.5-moe"], 1),
+    Case(SPECS["qwen1.5-moe"], 16, 40),
+    Case(SPECS["mixtral-8x7b"], 1),
+    Case(SPECS["gemma-4-26b"], 8),
+    Case(SPECS["qwen1.5-moe"], 4),
+    Case(SPECS["qwen1.5-moe"], 64),
+    Case(SPECS["gemma-4-26b"], 1),
+]
+
+
+def plane_bytes(case: Case, ids_STK: np.ndarray, bits_E: np.ndarray) -> float:
+    """Returns the mean over the calls of the bytes of the selected experts' planes, each expert once."""
+    words = sum(layout.plane_words for layout in case.spec.layouts)
+    return float(np.mean([4 * words * bits_E[np.unique(ids)].sum() for ids in ids_STK]))
+
+
+def draw_ids(case: Case) -> np.ndarray:
+    """Returns int32[S, T, K]: experts of S calls, distinct within a token; one token's calls meet every expert."""
+    rng, num_experts, top_k = np.random.default_rng(7), case.spec.num_experts, case.spec.top_k
+    if case.tokens == 1:
+        decks = [rng.permutation(num_experts) for _ in range(4 * top_k)]
+        return np.concatenate(decks).reshape(-1, 1, top_k)[:60].astype(np.int32)
+    calls = []
+    for _ in range(max(3, 96 // case.tokens)):
+        if case.experts:  # each of them for one token, then for others that do not have it
+            pool = rng.permutation(num_experts)[: case.experts]
+            tokens = [list(pool[t :: case.tokens]) for t in range(case.tokens)]
+            for chosen in tokens:
+                chosen += list(rng.permutation(np.setdiff1d(pool, chosen))[: top_k - len(chosen)])
+            calls.append(np.array(tokens))
+        else:
+            calls.append(np.stack([rng.permutation(num_experts)[:top_k] for _ in range(case.tokens)]))
+    return np.stack(calls).astype(np.int32)
+
+
+def random_arena(spec: MoESpec) -> tuple[jax.Array, list[np.ndarray]]:
+    """Returns (arena, frames of gate_up and down): random words, LUT entries finite."""
+    used_frames = spec.num_experts * sum(layout.block_frames for layout in spec.layouts)
+    num_frames = max(used_frames + 1, ARENA_BYTES // (4 * spec.frame_words))
+    key = jax.random.key(0, impl="rbg")
+    arena = jax.jit(lambda: jax.random.bits(key, (num_frames, spec.frame_words), jnp.uint32))()
+    order, tables = np.random.default_rng(1).permutation(num_frames).astype(np.int32), []
+    finite = jax.jit(lambda a, f: a.at[f].set(a[f] & jnp.uint32(0xBFFFBFFF)), donate_argnums=0)  # below 2
+    for layout in spec.layouts:
+        count = spec.num_experts * layout.block_frames
+        tables.append(order[:count].reshape(spec.num_experts, -1))
+        order = order[count:]
+        arena = finite(arena, jnp.asarray(tables[-1][:, lut_frames(layout)].reshape(-1)))
+    return arena, tables
+
+
+def lut_frames(layout: BlockLayout) -> np.ndarray:
+    first = [
+        np.arange(layout.page_starts[p] + layout.lut_offset_words(p) // layout.frame_words, layout.page_starts[p + 1])
+        for p in range(layout.max_bits)
+        if layout.has_lut(p)
+    ]
+    return np.concatenate(first)
+
+
+def pages_of(spec: MoESpec, frames, bits_EU) -> WeightPages:
+    return WeightPages(
+        bits_EU=bits_EU,
+        gate_up_frames_EF=frames[0],
+        down_frames_EF=frames[1],
+        gate_up=spec.layouts[0],
+        down=spec.layouts[1],
+    )
+
+
+def loop(call, rounds: int):
+    """Returns f(*args, ids, m): every call of ``rounds`` rounds waits for the one before; the last result."""
+    call = jax.jit(call)  # traced once, not once a call
+
+    def run(args, ids, m_TD):
+        def body(_, carry):
+            m, _ = carry
+            for ids_TK in ids:
+                y = call(*args, ids_TK, m)
+                m = (m_TD + y * 1e-20).astype(m_TD.dtype)
+            return m, y
+
+        return lax.fori_loop(0, rounds, body, (m_TD, jnp.zeros(m_TD.shape, jnp.float32)))[1]
+
+    return jax.jit(run)
+
+
+def launches(case: Case):
+    """Returns a call of as many kernels and programs as the layer's, which only store."""
+    spec, pairs = case.spec, case.tokens * case.spec.top_k
+
+    def empty(x, grid):
+        def kernel(x_ref, out_ref):
+            out_ref[pl.program_id(0), pl.program_id(1)] = jnp.float32(0)
+
+        any_space = pl.BlockSpec(memory_space=pl.ANY)
+        shape = jax.ShapeDtypeStruct(grid, jnp.float32)
+        params = CompilerParams(num_warps=4, num_stages=1)
+        return pl.pallas_call(
+            kernel, grid=grid, in_specs=[any_space], out_specs=any_space, out_shape=shape, compiler_params=params
+        )(x)
+
+    def call(ids_TK, m_TD):
+        x = m_TD
+        for rows, layout in ((case.tokens, spec.layouts[0]), (pairs, spec.layouts[1])):
+            x = empty(x, (rows, 16))
+            x = empty(x, (layout.rows // 16, pairs))
+        return m_TD * x[0, 0]
+
+    return call
+
+
+def seconds_of(run, args) -> float:
+    """Returns the median time of a run."""
+    for _ in range(2):
+        run(*args).block_until_ready()
+    times = []
+    for _ in range(REPETITIONS):
+        start = time.perf_counter()
+        run(*args).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def relative_error(out, ref) -> float:
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
+
+
+def copy_bytes_per_second() -> float:
+    """Returns bytes read and written per second by a device copy of 4 GiB."""
+    x = jnp.ones((1 << 30,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / seconds_of(copy, (x,))
+
+
+def peers(case: Case, ids_STK: np.ndarray) -> dict[str, float]:
+    """Returns microseconds a call of PyTorch's bfloat16 layers, or nothing without PyTorch."""
+    try:
+        import torch
+        import torch.nn.functional as F
+    except ImportError:
+        return {}
+    spec, top_k = case.spec, case.spec.top_k
+    make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    gate_up = make(spec.num_experts, 2 * spec.expert_width, spec.hidden_size) * 0.02
+    down = make(spec.num_experts, spec.hidden_size, spec.expert_width) * 0.02
+    m, weights = make(case.tokens, spec.hidden_size), torch.rand(case.tokens, top_k, 1, device="cuda")
+    act = F.silu if spec.activation == "silu" else partial(F.gelu, approximate="tanh")
+    sorts = []
+    for ids in ids_STK.reshape(len(ids_STK), -1):
+        order = np.argsort(ids, kind="stable")
+        ends = np.cumsum(np.bincount(ids, minlength=spec.num_experts))
+        used = [(int(e), int(ends[e - 1]) if e else 0, int(ends[e])) for e in np.unique(ids)]
+        arrays = order // top_k, np.argsort(order), ends.astype(np.int32)
+        sorts.append((*(torch.tensor(array, device="cuda") for array in arrays), used))
+
+    def combine(y, back):
+        return (y[back].reshape(case.tokens, top_k, -1) * weights).sum(1)
+
+    def grouped(rows, back, ends, used):
+        gate, up = torch._grouped_mm(m[rows], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
+        return combine(torch._grouped_mm(act(gate) * up, down.transpose(1, 2), offs=ends), back)
+
+    def per_expert(rows, back, ends, used):
+        x, found = m[rows], []
+        for e, start, end in used:
+            gate, up = F.linear(x[start:end], gate_up[e]).chunk(2, dim=1)
+            found.append(F.linear(act(gate) * up, down[e]))
+        return combine(torch.cat(found), back)
+
+    results = {}
+    for name, call in (("torch grouped_mm", grouped), ("cuBLAS per expert", per_expert)):
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call(*sorts[0])
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for sort in sorts:
+                    call(*sort)
+            times = []
+            for _ in range(REPETITIONS + 2):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end) * 1e3)
+            results[name] = statistics.median(times[2:]) / len(sorts)
+        except Exception as error:  # a peer that this PyTorch lacks must not lose the rest
+            print("no peer", name, repr(error)[:200])
+    return results
+
+
+def measure(case: Case, compiled: dict, args, ids, m_TD, weights_TK, ids_STK, rounds, copy_rate) -> list[dict]:
+    """Returns the case's records, after the check against the definition."""
+    spec, calls = case.spec, rounds * len(ids)
+    arena, frames = args
+    experts = np.arange(spec.num_experts)
+
+    def run(bits_E):
+        bits_EU = jnp.asarray(np.stack([bits_E, bits_E], axis=1), jnp.int32)
+        return compiled["layer"], ((arena, frames, bits_EU, weights_TK), ids, m_TD)
+
+    mixed = 2 + experts % 7
+    f, inputs = run(mixed)
+    out = f(*inputs)
+    pages = pages_of(spec, frames, inputs[0][2])
+    define = jax.jit(partial(reference.moe_ffn, activation=spec.activation))
+    error = relative_error(out, define(arena, pages, m_TD.astype(jnp.float32), ids[-1], weights_TK)[0])
+    if not error < 1e-2:
+        raise AssertionError(f"relative error {error}")
+    records = []
+
+    def record(what, us, bits_E=None):
+        found = {"what": what, "us": round(us, 2), "error": error}
+        if bits_E is not None:
+            found["gb_s"] = round(plane_bytes(case, ids_STK, bits_E) / us / 1e3, 1)
+            found["share_of_copy"] = round(found["gb_s"] * 1e9 / copy_rate, 3)
+        records.append(found)
+
+    for bits in range(2, 9):
+        bits_E = np.full(spec.num_experts, bits)
+        f, inputs = run(bits_E)
+        record(f"{bits} bits", seconds_of(f, inputs) / calls * 1e6, bits_E)
+    for name, widths in MIXED.items():
+        bits_E = np.array(widths)[experts % len(widths)]
+        f, inputs = run(bits_E)
+        record(f"{name} bits mixed", seconds_of(f, inputs) / calls * 1e6, bits_E)
+    record("launches", seconds_of(compiled["launches"], ((), ids, m_TD)) / calls * 1e6)
+    for name, us in peers(case, ids_STK).items():
+        record(name, us)
+    return records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=90, help="start no case after this long")
+    parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels.jsonl")
+    options = parser.parse_args()
+    if jax.devices()[0].platform != "gpu":
+        print("benchmarks/kernels.py: no GPU; nothing here can be timed", file=sys.stderr)
+        return 2
+    start, about = time.perf_counter(), environment()
+    todo = [case for case in CASES if re.search(options.only, case.name)]
+    memory = {spec.name: random_arena(spec) for spec in {case.spec for case in todo}}
+
+    def prepare(case: Case):
+        spec, rng, ids_STK = case.spec, np.random.default_rng(3), draw_ids(case)
+        rounds = max(2, 200 // len(ids_STK)) if case.tokens == 1 else 3
+        m_TD = jnp.asarray(rng.standard_normal((case.tokens, spec.hidden_size)) * spec.hidden_size**-0.5, jnp.bfloat16)
+        weights_TK = jnp.asarray(rng.random(ids_STK.shape[1:]), jnp.float32)
+        arena, tables = memory[spec.name]
+        args, ids = (arena, [jnp.asarray(table) for table in tables]), [jnp.asarray(i) for i in ids_STK]
+
+        def layer(arena, frames, bits_EU, weights_TK, ids_TK, m_TD):
+            pages = pages_of(spec, frames, bits_EU)
+            return pallas_triton.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, spec.activation)[0]
+
+        bits_EU = jnp.full((spec.num_experts, 2), 4, jnp.int32)
+        compiled = {
+            "layer": loop(layer, rounds).lower((*args, bits_EU, weights_TK), ids, m_TD).compile(),
+            "launches": loop(launches(case), rounds).lower((), ids, m_TD).compile(),
+        }
+        return compiled, args, ids, m_TD, weights_TK, ids_STK, rounds
+
+    with ThreadPoolExecutor(12) as pool:
+        prepared = {case: pool.submit(prepare, case) for case in todo}
+        wait(prepared.values())  # nothing may compile beside a timing
+    copy_rate = copy_bytes_per_second()
+    print(f"{time.perf_counter() - start:.1f} s to compile; device copy {copy_rate / 1e12:.2f} TB/s", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a") as file:
+        for case in todo:
+            if time.perf_counter() - start > options.seconds:
+                print("out of time for", case.name)
+                continue
+            try:
+                records = measure(case, *prepared[case].result(), copy_rate)
+            except Exception as error:  # one bad case must not lose the rest
+                print("FAILED", case.name, repr(error)[:300], flush=True)
+                continue
+            print(f"{case.name}, relative error {records[0]['error']:.1e}")
+            for record in records:
+                rate = f"{record['gb_s']:>9.0f} GB/s {record['share_of_copy']:>6.1%}" if "gb_s" in record else ""
+                print(f"    {record['what']:24}{record['us']:>9.1f} us {rate}", flush=True)
+                named = {"model": case.spec.name, "tokens": case.tokens, "experts": case.experts}
+                file.write(json.dumps(named | record | about) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
