@@ -36,7 +36,8 @@ from pagedweight_jax.models.weights import Weights, without_experts
 from pagedweight_jax.paging.arena import KV
 from pagedweight_jax.planning.policy import Policy
 from pagedweight_jax.serving.engine import Engine
-from pagedweight_jax.serving.loading import BATCH_PAGES, STAGED_BATCHES, budget_bytes
+from pagedweight_jax.serving.loading import budget_bytes
+from pagedweight_jax.serving.staging import plan_staging
 from pagedweight_jax.serving.state import Geometry, make_geometry
 
 CHUNK_TOKENS = 128
@@ -134,9 +135,9 @@ def arena_bytes(case: Case) -> int:
 
 def staging_bytes(checkpoint: Path) -> int:
     """Returns the memory for pages on their way, which a static server does not need."""
-    layouts = open_checkpoint(checkpoint).manifest.layouts()
-    page_bytes = max(4 * lay.frame_words * lay.page_frames(p) for lay in layouts for p in range(lay.max_bits))
-    return STAGED_BATCHES * BATCH_PAGES * page_bytes
+    manifest = open_checkpoint(checkpoint).manifest
+    num_experts = manifest.config.num_sparse_layers * manifest.config.num_experts
+    return plan_staging(manifest.layouts(), num_experts).total_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from pagedweight_jax.serving.calls import Call, collect, dispatch
 from pagedweight_jax.serving.events import BoundaryEvent, EventLog, MemoryUse, Moves
 from pagedweight_jax.serving.kv_blocks import KVBlocks
 from pagedweight_jax.serving.ledger import tree_bytes
-from pagedweight_jax.serving.loading import BATCH_PAGES, floor_bits, load
+from pagedweight_jax.serving.loading import floor_bits, load
 from pagedweight_jax.serving.request import Request, SamplingParams, token_ids
 from pagedweight_jax.serving.residency import Residency
 from pagedweight_jax.serving.scheduler import Schedule, Scheduler
@@ -82,7 +82,7 @@ class Engine:
             loaded.table.layouts,
             num_frames=loaded.allocator.num_frames,
             device=device,
-            batch_pages=BATCH_PAGES,
+            batch_pages=loaded.batch_pages,
             max_staged_bytes=loaded.ledger.staging_bytes,
         )
         self.residency = Residency(loaded.table, loaded.allocator, mover, loaded.programs, loaded.update_frames)

@@ -26,19 +26,14 @@ from pagedweight_jax.planning.planner import initial_bits, lowest_bits
 from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
+from pagedweight_jax.serving.staging import Staging, plan_staging
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
 from pagedweight_jax.serving.trace import sums_bytes
 from pagedweight_jax.units import format_size
 from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
-BATCH_PAGES = 8
-"""Pages that cross from the host together."""
-
 SPARE_SHARE = 0.05
 """Share of the arena that may go unused before the programs are compiled again for a larger one."""
-
-STAGED_BATCHES = 4
-"""Batches of the largest page that staging memory holds: two under way, two landing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +47,7 @@ class Loaded:
       calibration: what the planner works from.
       programs: compiled steps.
       ledger: what the device holds.
+      batch_pages: pages that land together.
       update_frames: entries of a frame-list update.
     """
 
@@ -63,6 +59,7 @@ class Loaded:
     calibration: Calibration
     programs: Programs
     ledger: Ledger
+    batch_pages: int
     update_frames: int
 
 
@@ -102,7 +99,7 @@ def load(
     allocator = FrameAllocator(num_frames)
     table = initial_table(layouts, model.num_sparse_layers, model.num_experts, bits_LEU, allocator)
     arena_AW = make_arena(num_frames, geometry.kv.frame_words, device)
-    arena_AW, pool = _load_pages(checkpoint, table, arena_AW, device, progress)
+    arena_AW, pool = _load_pages(checkpoint, table, arena_AW, shapes.staging.total_pages, device, progress)
     state = init_state(geometry, arena_AW, jax.tree.map(jnp.array, page_map(table)))
     return Loaded(
         weights=weights,
@@ -113,7 +110,8 @@ def load(
         calibration=calibration,
         programs=programs,
         ledger=ledger,
-        update_frames=shapes.update_frames,
+        batch_pages=shapes.staging.batch_pages,
+        update_frames=shapes.staging.batch_frames,
     )
 
 
@@ -157,7 +155,7 @@ class _Shapes:
     weights: Weights
     dtype: str
     geometry: Geometry
-    update_frames: int
+    staging: Staging
     result_bytes: int
 
     @property
@@ -176,7 +174,7 @@ class _Shapes:
             "table_bytes": 2 * tree_bytes(_abstract_state(self.model, self.geometry, 0)),
             "temporary_bytes": temporary_bytes,
             "result_bytes": self.result_bytes,
-            "staging_bytes": STAGED_BATCHES * self.update_frames * self.geometry.frame_bytes,
+            "staging_bytes": self.staging.total_bytes,
         }
 
 
@@ -190,7 +188,7 @@ def _shapes(manifest: PagedManifest, config: ServeConfig, device: jax.Device) ->
         weights=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_dense(model)),
         dtype=dtype,
         geometry=make_geometry(model, layouts, config.kv_dtype, config.max_num_seqs, config.max_model_len),
-        update_frames=BATCH_PAGES * max(layout.page_frames(p) for layout in layouts for p in range(layout.max_bits)),
+        staging=plan_staging(layouts, model.num_sparse_layers * model.num_experts),
         result_bytes=2 * config.max_num_seqs * row_bytes,
     )
 
@@ -249,7 +247,8 @@ def _fit(shapes: _Shapes, config: ServeConfig, floor: int, progress: Progress) -
 
     def compiled(ledger: Ledger) -> Programs:
         state = _abstract_state(shapes.model, geometry, ledger.arena_bytes // geometry.frame_bytes)
-        return compile_programs(shapes.weights, state, config, BATCH_PAGES, shapes.update_frames, progress)
+        staging = shapes.staging
+        return compile_programs(shapes.weights, state, config, staging.batch_pages, staging.batch_frames, progress)
 
     try:
         ledger = plan(_estimate_temporary_bytes(shapes.model, geometry, config))
@@ -312,18 +311,23 @@ def _start_bits(
 
 
 def _load_pages(
-    checkpoint: PagedCheckpoint, table: PageTable, arena_AW: jax.Array, device: jax.Device, progress: Progress
+    checkpoint: PagedCheckpoint,
+    table: PageTable,
+    arena_AW: jax.Array,
+    staged_pages: int,
+    device: jax.Device,
+    progress: Progress,
 ) -> tuple[jax.Array, HostPool]:
     """Fills the host pool leaf by leaf, and the arena with the pages that start on the device.
 
-    ``BATCH_PAGES`` pages are on their way at a time: loading stays within the ledger's staging memory.
+    ``staged_pages`` are on their way at a time: loading stays within the ledger's staging memory.
     """
 
     def land(leaf: np.ndarray, frames_EF: np.ndarray) -> None:
         nonlocal arena_AW
         held = np.flatnonzero(frames_EF[:, 0] >= 0)
-        for begin in range(0, len(held), BATCH_PAGES):
-            batch = np.resize(held[begin : begin + BATCH_PAGES], BATCH_PAGES)  # a short batch repeats its pages
+        for begin in range(0, len(held), staged_pages):
+            batch = np.resize(held[begin : begin + staged_pages], staged_pages)  # a short batch repeats its pages
             staged = jax.device_put(leaf[batch], device)
             arena_AW = jax.block_until_ready(steps.land_pages(arena_AW, staged, frames_EF[batch]))
 
