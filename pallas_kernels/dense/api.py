@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with dense matrices in the forward pass: their meaning, and the choice of implementation.
+
+All sums are float32, of exact products (no TF32 for float32 inputs). Matrices are stored [in, out]. "triton" has
+kernels for up to ``pallas_triton.MAX_TOKENS`` rows; beyond that, where XLA's products are as fast, it is "xla".
+"""
+
+import jax
+
+from pallas_kernels.dense import reference
+from pallas_kernels.moe_ffn.pages import ACTIVATIONS
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+def _module(implementation: str):
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    if implementation == "xla":
+        return reference
+    from pallas_kernels.dense import pallas_triton  # JAX may be without Triton: ask only when it is wanted
+
+    return pallas_triton
+
+
+def _check_shapes(x: jax.Array, *weights: jax.Array) -> None:
+    if any(x.shape[-1] != w.shape[0] for w in weights):
+        raise ValueError(f"shapes disagree: rows {x.shape}, matrices {', '.join(str(w.shape) for w in weights)}")
+
+
+def project(
+    x_TD: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    norm_D: jax.Array | None = None,
+    eps: float = 0.0,
+    biases: tuple[jax.Array | None, ...] | None = None,
+    implementation: str = "xla",
+) -> tuple[jax.Array, ...]:
+    """Returns ``norm(x) @ w + bias`` for each of the matrices, [T, N] in x's dtype, in one kernel.
+
+    Args:
+      x_TD: token rows.
+      weights: matrices [D, N], of one N or several.
+      norm_D: weights of the RMS norm before the product, rounded to x's dtype as it enters; None for no norm.
+      eps: of the norm.
+      biases: for each matrix [N] or None; None for no biases.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation, or shapes that do not agree.
+    """
+    _check_shapes(x_TD, *weights)
+    biases = (None,) * len(weights) if biases is None else tuple(biases)
+    return _module(implementation).project(x_TD, tuple(weights), norm_D, eps, biases)
+
+
+def project_add(
+    h_TC: jax.Array,
+    w_CD: jax.Array,
+    residual_TD: jax.Array,
+    *,
+    gate: tuple[jax.Array, jax.Array] | None = None,
+    addend_TD: jax.Array | None = None,
+    implementation: str = "xla",
+) -> jax.Array:
+    """Returns ``residual + (addend + sigmoid(m . g) (h @ w))``, [T, D] in the residual's dtype, in one kernel.
+
+    The bracket is float32 and rounded to the residual's dtype before it is added.
+
+    Args:
+      h_TC: token rows.
+      w_CD: the matrix.
+      residual_TD: what the result is added to.
+      gate: (m [T, G], g [G]), the shared expert's gate; None for a factor of 1.
+      addend_TD: float32, the routed experts' sum; None for none.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation, or shapes that do not agree.
+    """
+    _check_shapes(h_TC, w_CD)
+    if gate is not None:
+        _check_shapes(*gate)
+    return _module(implementation).project_add(h_TC, w_CD, residual_TD, gate, addend_TD)
+
+
+def gated(
+    x_TD: jax.Array,
+    gate_DF: jax.Array,
+    up_DF: jax.Array,
+    *,
+    activation: str = "silu",
+    norm_D: jax.Array | None = None,
+    eps: float = 0.0,
+    implementation: str = "xla",
+) -> jax.Array:
+    """Returns ``act(m @ gate) * (m @ up)`` of m = norm(x), [T, F] in x's dtype, in one kernel.
+
+    Args:
+      x_TD: token rows.
+      gate_DF, up_DF: the matrices.
+      activation: a key of ``ACTIVATIONS``.
+      norm_D, eps: the RMS norm before the products, as of ``project``; None where x is normed already.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation or activation, or shapes that do not agree.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
+    _check_shapes(x_TD, gate_DF, up_DF)
+    return _module(implementation).gated(x_TD, gate_DF, up_DF, activation, norm_D, eps)
+
+
+def logits(x_TD: jax.Array, head: jax.Array, *, transposed: bool = False, implementation: str = "xla") -> jax.Array:
+    """Returns ``x @ head``, float32[T, V].
+
+    Args:
+      x_TD: hidden states after the final norm.
+      head: [D, V]; or [V, D], the embedding, where ``transposed``.
+      transposed: whether the head is stored [V, D]; it is read as it lies.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation, or shapes that do not agree.
+    """
+    if x_TD.shape[-1] != head.shape[1 if transposed else 0]:
+        raise ValueError(f"shapes disagree: rows {x_TD.shape}, head {head.shape}, transposed {transposed}")
+    return _module(implementation).logits(x_TD, head, transposed)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Definition of the products with dense matrices."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.moe_ffn.pages import ACTIVATIONS
+
+
+def matmul(x_TC: jax.Array, w_CN: jax.Array) -> jax.Array:
+    """Returns ``x @ w``, float32[T, N]: float32 sums of exact products, also on devices that default to TF32."""
+    return jnp.matmul(x_TC, w_CN, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def rms_norm(x_TD: jax.Array, w_D: jax.Array, eps: float) -> jax.Array:
+    """Returns ``x / sqrt(mean(x^2) + eps) * w``, [T, D] in x's dtype; the statistics are float32."""
+    x32_TD = x_TD.astype(jnp.float32)
+    scale_T1 = jax.lax.rsqrt(jnp.mean(x32_TD * x32_TD, axis=-1, keepdims=True) + eps)
+    return (x32_TD * scale_T1).astype(x_TD.dtype) * w_D.astype(x_TD.dtype)
+
+
+def project(
+    x_TD: jax.Array,
+    weights: tuple[jax.Array, ...],
+    norm_D: jax.Array | None,
+    eps: float,
+    biases: tuple[jax.Array | None, ...],
+) -> tuple[jax.Array, ...]:
+    """Args and result: see ``pallas_kernels.dense.api.project``."""
+    a_TD = x_TD if norm_D is None else rms_norm(x_TD, norm_D, eps)
+
+    def one(w_DN, bias_N):
+        y_TN = matmul(a_TD, w_DN)
+        if bias_N is not None:
+            y_TN = y_TN + bias_N
+        return y_TN.astype(x_TD.dtype)
+
+    return tuple(one(w_DN, bias_N) for w_DN, bias_N in zip(weights, biases, strict=True))
+
+
+def project_add(
+    h_TC: jax.Array,
+    w_CD: jax.Array,
+    residual_TD: jax.Array,
+    gate: tuple[jax.Array, jax.Array] | None,
+    addend_TD: jax.Array | None,
+) -> jax.Array:
+    """Args and result: see ``pallas_kernels.dense.api.project_add``."""
+    y_TD = matmul(h_TC, w_CD)
+    if gate is not None:
+        m_TG, gate_G = gate
+        y_TD = jax.nn.sigmoid(matmul(m_TG, gate_G[:, None])) * y_TD
+    if addend_TD is not None:
+        y_TD = addend_TD + y_TD
+    return residual_TD + y_TD.astype(residual_TD.dtype)
+
+
+def gated(
+    x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, activation: str, norm_D: jax.Array | None, eps: float
+) -> jax.Array:
+    """Args and result: see ``pallas_kernels.dense.api.gated``."""
+    m_TD = x_TD if norm_D is None else rms_norm(x_TD, norm_D, eps)
+    h_TF = ACTIVATIONS[activation](matmul(m_TD, gate_DF)) * matmul(m_TD, up_DF)
+    return h_TF.astype(x_TD.dtype)
+
+
+def logits(x_TD: jax.Array, head: jax.Array, transposed: bool) -> jax.Array:
+    """Args and result: see ``pallas_kernels.dense.api.logits``."""
+    return matmul(x_TD, head.T if transposed else head)
