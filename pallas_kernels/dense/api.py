@@ -60,11 +60,11 @@ def project_add(
     w_CD: jax.Array,
     residual_TD: jax.Array,
     *,
-    gate: tuple[jax.Array, jax.Array] | None = None,
+    factor_T1: jax.Array | None = None,
     addend_TD: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns ``residual + (addend + sigmoid(m . g) (h @ w))``, [T, D] in the residual's dtype, in one kernel.
+    """Returns ``residual + (addend + factor (h @ w))``, [T, D] in the residual's dtype, in one kernel.
 
     The bracket is float32 and rounded to the residual's dtype before it is added.
 
@@ -72,7 +72,7 @@ def project_add(
       h_TC: token rows.
       w_CD: the matrix.
       residual_TD: what the result is added to.
-      gate: (m [T, G], g [G]), the shared expert's gate; None for a factor of 1.
+      factor_T1: float32, one factor a row (the shared expert's gate); None for 1.
       addend_TD: float32, the routed experts' sum; None for none.
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
@@ -80,9 +80,7 @@ def project_add(
       ValueError: an unknown implementation, or shapes that do not agree.
     """
     _check_shapes(h_TC, w_CD)
-    if gate is not None:
-        _check_shapes(*gate)
-    return _module(implementation).project_add(h_TC, w_CD, residual_TD, gate, addend_TD)
+    return _module(implementation).project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
 
 
 def gated(

@@ -42,14 +42,13 @@ def project_add(
     h_TC: jax.Array,
     w_CD: jax.Array,
     residual_TD: jax.Array,
-    gate: tuple[jax.Array, jax.Array] | None,
+    factor_T1: jax.Array | None,
     addend_TD: jax.Array | None,
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.dense.api.project_add``."""
     y_TD = matmul(h_TC, w_CD)
-    if gate is not None:
-        m_TG, gate_G = gate
-        y_TD = jax.nn.sigmoid(matmul(m_TG, gate_G[:, None])) * y_TD
+    if factor_T1 is not None:
+        y_TD = factor_T1 * y_TD
     if addend_TD is not None:
         y_TD = addend_TD + y_TD
     return residual_TD + y_TD.astype(residual_TD.dtype)

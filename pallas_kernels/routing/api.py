@@ -1,11 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm before the experts and the choice of experts: their meaning, and the choice of implementation."""
+"""What stands between attention and the routed experts: its meaning, and the choice of implementation.
+
+"triton" has kernels for up to ``pallas_triton.MAX_TOKENS`` rows; beyond that it is "xla".
+"""
 
 import jax
 
+from pallas_kernels.moe_ffn.pages import ACTIVATIONS
 from pallas_kernels.routing import reference
 
 IMPLEMENTATIONS = ("xla", "triton")
+
+
+def _module(implementation: str):
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    if implementation == "xla":
+        return reference
+    from pallas_kernels.routing import pallas_triton  # JAX may be without Triton: ask only when it is wanted
+
+    return pallas_triton
+
+
+def _check(x_TD: jax.Array, k: int, norm_D: jax.Array, router_DE: jax.Array, *others: jax.Array) -> None:
+    if any(x_TD.shape[-1] != w.shape[0] for w in (norm_D, router_DE, *others)):
+        shapes = ", ".join(str(w.shape) for w in (norm_D, router_DE, *others))
+        raise ValueError(f"shapes disagree: rows {x_TD.shape}, norm, router and others {shapes}")
+    if not 1 <= k <= router_DE.shape[1]:
+        raise ValueError(f"k {k} is not between 1 and {router_DE.shape[1]} experts")
 
 
 def norm_and_route(
@@ -28,21 +50,38 @@ def norm_and_route(
       router_DE: the router's matrix.
       k: experts per token, at most E.
       renormalise: divide the k weights by their sum.
-      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs for up to
-        ``pallas_triton.MAX_TOKENS`` rows; beyond that it is "xla".
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
     Raises:
       ValueError: an unknown implementation, shapes that do not agree, or a k out of range.
     """
-    if not x_TD.shape[-1] == norm_D.shape[0] == router_DE.shape[0]:
-        raise ValueError(f"shapes disagree: rows {x_TD.shape}, norm {norm_D.shape}, router {router_DE.shape}")
-    if not 1 <= k <= router_DE.shape[1]:
-        raise ValueError(f"k {k} is not between 1 and {router_DE.shape[1]} experts")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    run = reference.norm_and_route
-    if implementation == "triton":
-        from pallas_kernels.routing import pallas_triton  # JAX may be without Triton: ask only when it is wanted
+    _check(x_TD, k, norm_D, router_DE)
+    return _module(implementation).norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
 
-        run = pallas_triton.norm_and_route
-    return run(x_TD, norm_D, eps, router_DE, k, renormalise)
+
+def norm_route_and_gate(
+    x_TD: jax.Array,
+    norm_D: jax.Array,
+    eps: float,
+    router_DE: jax.Array,
+    k: int,
+    renormalise: bool,
+    shared: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    activation: str = "silu",
+    implementation: str = "xla",
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (m, weights, ids, h, factor): ``norm_and_route`` and the first half of the shared expert, in one kernel.
+
+    ``h = act(m @ gate) * (m @ up)``, [T, F] in x's dtype, and ``factor = sigmoid(m . shared_gate)``, float32[T, 1]: what
+    ``pallas_kernels.dense.api.project_add`` needs for the other half. Reading the shared expert hides the routing.
+
+    Args: as of ``norm_and_route``, and
+      shared: gate [D, F], up [D, F] and shared_gate [D].
+      activation: a key of ``ACTIVATIONS``.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
+    _check(x_TD, k, norm_D, router_DE, *shared)
+    run = _module(implementation).norm_route_and_gate
+    return run(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation)

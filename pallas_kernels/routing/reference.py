@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definition of the choice of experts."""
+"""Definition of what stands between attention and the routed experts."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dense.reference import matmul, rms_norm
+from pallas_kernels.dense.reference import gated, matmul, rms_norm
 
 
 def route(m_TD: jax.Array, router_DE: jax.Array, k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
@@ -22,3 +22,20 @@ def norm_and_route(
     """Args and result: see ``pallas_kernels.routing.api.norm_and_route``."""
     m_TD = rms_norm(x_TD, norm_D, eps)
     return m_TD, *route(m_TD, router_DE, k, renormalise)
+
+
+def norm_route_and_gate(
+    x_TD: jax.Array,
+    norm_D: jax.Array,
+    eps: float,
+    router_DE: jax.Array,
+    k: int,
+    renormalise: bool,
+    shared: tuple[jax.Array, jax.Array, jax.Array],
+    activation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Args and result: see ``pallas_kernels.routing.api.norm_route_and_gate``."""
+    gate_DF, up_DF, shared_gate_D = shared
+    m_TD, weights_TK, ids_TK = norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
+    factor_T1 = jax.nn.sigmoid(matmul(m_TD, shared_gate_D[:, None]))
+    return m_TD, weights_TK, ids_TK, gated(m_TD, gate_DF, up_DF, activation, None, 0.0), factor_T1
