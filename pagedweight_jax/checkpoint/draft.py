@@ -33,7 +33,15 @@ from pagedweight_jax.checkpoint.manifest import (
     check_arrays,
     to_json,
 )
-from pagedweight_jax.checkpoint.paged import ARRAYS, FILES, group_of, partial_folder, quiet_orbax, sha256_of
+from pagedweight_jax.checkpoint.paged import (
+    ARRAYS,
+    FILES,
+    group_of,
+    partial_folder,
+    plain_files,
+    quiet_orbax,
+    sha256_of,
+)
 from pagedweight_jax.errors import UserError
 
 INFOS = "array_infos"
@@ -142,7 +150,7 @@ class Draft:
             shutil.rmtree(path, ignore_errors=True)
         if sum(array.nbytes for array in arrays.values()) > shutil.disk_usage(self.scratch).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # sooner and more quietly than TensorStore would
-        with quiet_orbax():
+        with quiet_orbax(), plain_files():
             ocp.save(unfinished, arrays)
         for path in unfinished.rglob("*"):
             sync(path)

@@ -10,10 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint.experimental import v1 as ocp
 
+from pagedweight_jax.checkpoint import paged
 from pagedweight_jax.checkpoint.draft import save
-from pagedweight_jax.checkpoint.manifest import page_name
-from pagedweight_jax.checkpoint.paged import READS_AHEAD, open_checkpoint, read_ahead, verify
+from pagedweight_jax.checkpoint.manifest import from_json, page_name
+from pagedweight_jax.checkpoint.paged import (
+    INDEX_BYTES,
+    READS_AHEAD,
+    group_of,
+    open_checkpoint,
+    quiet_orbax,
+    read_ahead,
+    verify,
+)
 from pagedweight_jax.config import DOWN, GATE_UP
 from pagedweight_jax.errors import UserError
 
@@ -130,6 +140,40 @@ def test_arrays_that_do_not_fit_the_model_are_not_written(manifest, groups, sour
     with pytest.raises(UserError, match="array pages/0/down/1 is uint32"):
         save(tmp_path / "out", manifest, [short, *groups[1:]], source_files)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- reading ----
+
+
+def test_every_array_is_read_straight_from_its_file(written, arrays, monkeypatch):
+    """Byte for byte its values: no packing, no other array's bytes, and Orbax is not asked."""
+    monkeypatch.setattr(paged.ocp, "load", lambda *args: pytest.fail("Orbax was asked"))
+    checkpoint = open_checkpoint(written)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(checkpoint.load(name), array, strict=True)
+        folders = (written / "arrays" / group_of(name)).glob(f"*/{name}/c")
+        (file,) = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+        assert file.read_bytes()[:-INDEX_BYTES] == array.tobytes()
+
+
+def test_orbax_reads_every_group_as_a_checkpoint_of_its_own(written, arrays):
+    for group in {group_of(name) for name in arrays}:
+        with quiet_orbax():
+            read = ocp.load(written / "arrays" / group)
+        assert read.keys() == {name for name in arrays if group_of(name) == group}
+        for name, array in read.items():
+            np.testing.assert_array_equal(np.asarray(array), arrays[name], strict=True)
+
+
+def test_packed_arrays_are_read_as_well(copy, groups, arrays):
+    shutil.rmtree(copy / "arrays" / "pages" / "0")
+    ocp.save(copy / "arrays" / "pages" / "0", groups[0])
+    np.testing.assert_array_equal(open_page(copy, DOWN, 3), arrays[page_name(0, DOWN, 3)], strict=True)
+
+
+def open_page(folder, kind, page):
+    manifest = from_json((folder / "manifest.json").read_text())
+    return paged.PagedCheckpoint(folder, manifest).load_pages(0, kind, page)
 
 
 def test_pages_are_read_ahead_in_order(written, arrays):
