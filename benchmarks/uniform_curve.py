@@ -3,7 +3,8 @@
 
     pagedweight convert checkpoints/demo-moe demo.paged --bits 3..6
     pagedweight convert checkpoints/demo-moe demo2.paged --bits 2..6
-    python benchmarks/uniform_curve.py demo.paged --low demo2.paged --text wiki=wiki.test.raw
+    pagedweight convert checkpoints/demo-moe demo7.paged --bits 3..7
+    python benchmarks/uniform_curve.py demo.paged --low demo2.paged --high demo7.paged --text wiki=wiki.test.raw
 
 Device bytes are all that a server holds for full contexts of every row: dense weights, tables, temporaries, KV cache
 and experts. A static checkpoint needs the LUT of its width alone, and no staging memory; "all LUTs" is what the same
@@ -30,7 +31,7 @@ from pressure_cases import (
 
 from pagedweight_jax.checkpoint.paged import open_checkpoint
 
-GRID = (3.0, 3.25, 3.5, 4.0, 4.5, 5.0)
+GRID = (3.0, 3.25, 3.5, 4.0, 4.5)
 """Budgets of the curve, in bits that they leave the experts' pages beside full contexts."""
 
 PAGED, LARGE, STATIC = "paged", "paged, staging not counted", "static mixed widths"
@@ -189,7 +190,8 @@ def draw(path: Path, panels: dict[int, dict[str, list[tuple[float, float]]]]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="the paged checkpoint of the curve")
-    parser.add_argument("--low", type=Path, help="one with a lower floor, for the widths up to 3 bits")
+    parser.add_argument("--low", type=Path, help="one with a lower floor, for 3 bits")
+    parser.add_argument("--high", type=Path, help="one with a wider top, for 5 and 6 bits")
     parser.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"), help="their Hugging Face folder")
     parser.add_argument("--text", action="append", required=True, help="NAME=PATH or NAME=PATH@WINDOWS_TO_SKIP")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 4])
@@ -202,14 +204,15 @@ def main() -> None:
     args = parser.parse_args()
     scored = texts(args.text, args.windows, args.window)
     widths = {batch: uniform_widths(args, batch) for batch in args.batches}
-    built = uniform_cases(widths[args.batches[0]], scored, args.batches[0])
+    first = args.batches[0]
+    built = uniform_cases(widths[first], scored, first)
+    built += paged_cases(args.checkpoint, scored, first, grid(args, first), mode="frozen")
     for batch in args.batches:
-        for checkpoint in filter(None, (args.checkpoint, args.low)):
+        for checkpoint in dict.fromkeys(w.checkpoint for w in widths[batch]):
             own = [w for w in widths[batch] if w.checkpoint == checkpoint]
-            grid = [full_context_bytes(checkpoint, batch, args.window, bits) for bits in GRID]
-            budgets = {*grid, *(memory for w in own for memory in (w.own_bytes, w.all_bytes))}
-            if (checkpoint, batch) == (args.checkpoint, args.batches[0]):
-                built += paged_cases(checkpoint, scored, batch, grid, mode="frozen")
+            budgets = {memory for w in own for memory in (w.own_bytes, w.all_bytes)}
+            if checkpoint == args.checkpoint:
+                budgets |= set(grid(args, batch))
             built += paged_cases(checkpoint, scored, batch, fitting(checkpoint, batch, args.window, budgets))
     records = score_all(built, args.model, args.cache, args.results, workers=args.workers)
     panels = report(args, widths, records)
@@ -217,9 +220,14 @@ def main() -> None:
         draw(args.plot, panels)
 
 
+def grid(args: argparse.Namespace, batch: int) -> list[int]:
+    return [full_context_bytes(args.checkpoint, batch, args.window, bits) for bits in GRID]
+
+
 def uniform_widths(args: argparse.Namespace, batch: int) -> list[Width]:
-    """3 bits of the checkpoint with the lower floor, 4 bits and more of the other; 3 of both if there are two."""
-    pairs = [(args.low, bits) for bits in (3,) if args.low] + [(args.checkpoint, bits) for bits in (3, 4, 5, 6)]
+    """3 to 6 bits of the checkpoint; 3 of the one with a lower floor, 5 and 6 of the one with a wider top."""
+    which = {args.checkpoint: (3, 4, 5, 6), args.low: (3,), args.high: (5, 6)}
+    pairs = [(checkpoint, bits) for checkpoint, widths in which.items() if checkpoint for bits in widths]
     return [uniform_width(checkpoint, batch, args.window, bits) for checkpoint, bits in pairs]
 
 
@@ -235,12 +243,11 @@ def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: li
     for batch in args.batches:
         print(f"\n{batch} contexts of {args.window} tokens (KL in millinats per token)\n")
         curves = {}
-        for checkpoint in {w.checkpoint for w in widths[batch]}:
+        for checkpoint in dict.fromkeys(w.checkpoint for w in widths[batch]):
             curve = mean_by_budget(records, PAGED, checkpoint.name, batch)
             curves[checkpoint.name] = {b: curve[b] for b in fitting(checkpoint, batch, args.window, curve)}
         staging = staging_bytes(args.checkpoint)
-        frozen_bytes = full_context_bytes(args.checkpoint, first, args.window, 3)
-        more_bytes = full_context_bytes(args.checkpoint, batch, args.window, 3) - frozen_bytes
+        more_bytes = grid(args, batch)[0] - grid(args, first)[0]
         frozen = mean_by_budget(records, STATIC, name, first)
         drawn = {
             PAGED: curves[name],
@@ -250,8 +257,7 @@ def report(args: argparse.Namespace, widths: dict[int, list[Width]], records: li
         print(equal_bytes_table(widths[batch], uniform, curves))
         equal = next(w for w in widths[batch] if (w.checkpoint, w.bits) == (args.checkpoint, EQUAL))
         print()
-        low = {f"paged, {args.low.name}": curves[args.low.name]} if args.low and curves[args.low.name] else {}
-        for what, curve in (drawn | low).items():
+        for what, curve in drawn.items():
             print(saved_line(equal, uniform[name, EQUAL], curve, num_weights, what))
         own = [w for w in widths[batch] if w.checkpoint == args.checkpoint]
         panels[batch] = {
