@@ -85,6 +85,15 @@ def test_json_is_what_the_policy_holds(run_cli, copy):
     assert summary["search"] == {}
 
 
+def test_pins_are_kept_with_the_policy(run_cli, copy):
+    code, out, _ = run_cli("calibrate", copy, *SMALL, "--pin", "0.*=4", "--pin", "*.1=5")
+    assert code == 0
+    assert "pinned: layer 0, expert all, at least 4 bits" in out
+    calibration = load_calibration(open_checkpoint(copy))
+    assert (calibration.pinned_LEU[0, 0] == 4).all()
+    assert (calibration.pinned_LEU[:, 1] == 5).all()
+
+
 def test_another_text_gives_another_policy(run_cli, copy, tmp_path):
     run_cli("calibrate", copy, *SMALL)
     own = read_policy(open_checkpoint(copy))
@@ -145,6 +154,8 @@ def test_a_search_keeps_a_journal_and_what_is_better(run_cli, copy, tmp_path):
         (("--samples", "5000", "--sequence-length", "64"), "calibration text too short"),
         (("--text", "missing.txt"), "missing.txt: cannot be read"),
         (("--seed", "-1"), "a seed of 0 or more"),
+        (("--pin", "0=5"), "pin '0=5': write LAYER.EXPERT=BITS"),
+        (("--pin", "9.*=5"), "layer 9 is not one of 0.."),
         (("--plot", "fit.words"), "fit.words: its suffix must say which kind of figure, one of"),
         (("--plot", "nowhere/fit.png"), "nowhere/fit.png: no such folder"),
     ],

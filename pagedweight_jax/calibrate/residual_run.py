@@ -21,9 +21,11 @@ from pagedweight_jax.checkpoint.draft import open_draft
 from pagedweight_jax.checkpoint.manifest import MANIFEST
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress, sha256_of
 from pagedweight_jax.checkpoint.policy import OnlinePolicy, PolicyRun
+from pagedweight_jax.config import KINDS
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.paging.table import bytes_table
 from pagedweight_jax.planning.damage import global_damage
+from pagedweight_jax.planning.pins import Pin, pinned_bits
 from pagedweight_jax.planning.policy import Policy
 
 SPANS = 4
@@ -39,12 +41,14 @@ class PolicyJob:
       run: the text.
       sequences_NS: its tokens, int32.
       journal: of the search, None for none.
+      pins: experts that are to keep a bitwidth at least.
     """
 
     checkpoint: PagedCheckpoint
     run: PolicyRun
     sequences_NS: np.ndarray
     journal: Path | None
+    pins: tuple[Pin, ...]
 
 
 def prepare_policy(
@@ -55,6 +59,7 @@ def prepare_policy(
     sequence_length: int = 512,
     seed: int = 0,
     journal: Path | None = None,
+    pins: Sequence[Pin] = (),
 ) -> PolicyJob:
     """Returns the checked measurement; no array is read, nothing is written.
 
@@ -66,11 +71,14 @@ def prepare_policy(
       seed: of their choice.
       journal: search for a better policy, on one half of the sequences, and keep it if it is better on the other: every
         trial is a line of this file, and a search that was stopped goes on from it.
+      pins: experts that are to keep a bitwidth at least.
 
     Raises:
-      UserError: no text or too little of it, a size that makes no sense, or a checkpoint that cannot be written to.
+      UserError: no text or too little of it, a size or pin that makes no sense, or a checkpoint that cannot be written
+        to.
     """
     manifest, config = checkpoint.manifest, checkpoint.manifest.config
+    pinned_bits(pins, (config.num_sparse_layers, config.num_experts, len(KINDS)), manifest.min_bits, manifest.max_bits)
     if manifest.min_bits == manifest.max_bits:
         raise UserError(f"{checkpoint.path}: it has {manifest.max_bits} bits only, so there is nothing to choose")
     if sequence_length % SPANS or sequence_length > config.max_position_embeddings:
@@ -92,7 +100,7 @@ def prepare_policy(
     sequences_NS = choose_sequences(begin, tokens, samples, sequence_length, seed)
     digest = hashlib.sha256(joined.encode()).hexdigest()
     run = PolicyRun(text_sha256=digest, samples=samples, sequence_length=sequence_length, seed=seed)
-    return PolicyJob(checkpoint, run, sequences_NS, journal)
+    return PolicyJob(checkpoint, run, sequences_NS, journal, tuple(pins))
 
 
 def measure_policy(
@@ -140,6 +148,7 @@ def measure_policy(
         heads=heads,
         policy=policy,
         fit=fit,
+        pins=job.pins,
     ), held_out
 
 

@@ -18,6 +18,7 @@ from pagedweight_jax.checkpoint.manifest import MANIFEST
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, sha256_of
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.calibration import Calibration, ResidualHeads
+from pagedweight_jax.planning.pins import Pin, pinned_bits
 from pagedweight_jax.planning.policy import Policy
 
 POLICY = "policy.json"
@@ -54,6 +55,7 @@ class OnlinePolicy:
       features_LEUX: float64, means of the prompt features, NaN for a block without tokens.
       heads: predict the prompt residual.
       policy: how all of it counts.
+      pins: experts that keep a bitwidth at least.
       fit: JSON values, how well the predictions fit sequences that they had not seen.
     """
 
@@ -64,6 +66,7 @@ class OnlinePolicy:
     heads: ResidualHeads
     policy: Policy
     fit: dict
+    pins: tuple[Pin, ...] = ()
 
     def calibration(self, checkpoint: PagedCheckpoint) -> Calibration:
         """Returns what the planner works from. Sensitivities are the checkpoint's at the largest bitwidth, and fall
@@ -84,7 +87,13 @@ class OnlinePolicy:
             features_LEUX=self.features_LEUX,
             heads=self.heads,
             policy=self.policy,
+            pinned_LEU=self._pinned_bits(checkpoint),
         )
+
+    def _pinned_bits(self, checkpoint: PagedCheckpoint) -> np.ndarray | None:
+        manifest = checkpoint.manifest
+        shape_LEU = checkpoint.sensitivity.shape[:-1]
+        return pinned_bits(self.pins, shape_LEU, manifest.min_bits, manifest.max_bits) if self.pins else None
 
 
 def load_calibration(checkpoint: PagedCheckpoint) -> Calibration:
@@ -132,6 +141,7 @@ def read_policy(checkpoint: PagedCheckpoint) -> OnlinePolicy | None:
         heads=ResidualHeads(**{name: _array(value) for name, value in content["heads"].items()}),
         policy=Policy(**{name: _tuples(value) for name, value in content["policy"].items()}),
         fit=content["fit"],
+        pins=tuple(Pin(**pin) for pin in content.get("pins", ())),
     )
 
 
@@ -148,6 +158,7 @@ def write_policy(checkpoint: PagedCheckpoint, online: OnlinePolicy) -> Path:
         "manifest_sha256": sha256_of(checkpoint.path / MANIFEST),
         "run": asdict(online.run),
         "policy": asdict(online.policy),
+        "pins": [asdict(pin) for pin in online.pins],
         "fit": online.fit,
         "heads": {field.name: _lists(getattr(online.heads, field.name)) for field in fields(ResidualHeads)},
         **{name: _lists(getattr(online, name)) for name in ("mass_LE", "features_LEUX", "damage_LEUR")},

@@ -33,6 +33,13 @@ def add_verbs(verbs) -> None:
         type=Path,
         help="search for a better policy; every trial is a line of this file, which an interrupted search goes on from",
     )
+    verb.add_argument(
+        "--pin",
+        metavar="LAYER.EXPERT=BITS",
+        action="append",
+        default=[],
+        help="never lower these experts below BITS, * for all, as in 0.*=5; may be given more than once",
+    )
     verb.add_argument("--plot", type=Path, help="draw measured against predicted damage; the suffix says which kind")
     verb.add_argument("--json", action="store_true", help="print JSON")
 
@@ -42,6 +49,7 @@ def calibrate(args: argparse.Namespace) -> int:
     from pagedweight_jax.calibrate.residual_run import measure_policy, prepare_policy
     from pagedweight_jax.checkpoint.paged import open_checkpoint
     from pagedweight_jax.checkpoint.policy import write_policy
+    from pagedweight_jax.planning.pins import parse_pin
 
     if args.plot:
         check_figure(args.plot)
@@ -53,6 +61,7 @@ def calibrate(args: argparse.Namespace) -> int:
             sequence_length=args.sequence_length,
             seed=args.seed,
             journal=args.search,
+            pins=[parse_pin(text) for text in args.pin],
         )
         online, held_out = measure_policy(job, progress=progress, report=report)
         path = write_policy(job.checkpoint, online)
@@ -68,7 +77,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def summarize_policy(online) -> dict:
     """Returns what is worth reading of a policy as plain numbers, ready for JSON."""
-    return {"run": asdict(online.run), "policy": asdict(online.policy), **online.fit}
+    pins = [asdict(pin) for pin in online.pins]
+    return {"run": asdict(online.run), "policy": asdict(online.policy), "pins": pins, **online.fit}
 
 
 def print_policy(summary: dict, path: Path) -> None:
@@ -84,6 +94,9 @@ def print_policy(summary: dict, path: Path) -> None:
         f"{len(policy['multipliers'])} routing buckets, multipliers {policy['multipliers'][0]:.3g} to "
         f"{policy['multipliers'][-1]:.3g}; alpha {policy['alpha']:g}"
     )
+    for pin in summary["pins"]:
+        layer, expert = ("all" if pin[name] is None else pin[name] for name in ("layer", "expert"))
+        console.print(f"pinned: layer {layer}, expert {expert}, at least {pin['bits']} bits")
     console.print(
         f"the text counts as {policy['prior_tokens']:g} tokens, half-life {policy['half_life_tokens']:g} tokens\n"
     )

@@ -59,6 +59,7 @@ class Calibration:
         mean, NaN where it has none.
       heads: predict the prompt residual.
       policy: how routing mass and residual count.
+      pinned_LEU: uint8, bits below which no block is lowered, whatever the policy (``pins.py``); None for min_bits.
     """
 
     sensitivity_LEUQ: np.ndarray
@@ -68,6 +69,14 @@ class Calibration:
     features_LEUX: np.ndarray | None = None
     heads: ResidualHeads | None = None
     policy: Policy = NEUTRAL_POLICY
+    pinned_LEU: np.ndarray | None = None
+
+    @property
+    def least_LEU(self) -> np.ndarray:
+        """uint8, the fewest bits that any block may have."""
+        if self.pinned_LEU is not None:
+            return self.pinned_LEU
+        return np.full(self.sensitivity_LEUQ.shape[:-1], self.min_bits, np.uint8)
 
     def __post_init__(self):
         s_LEUQ = self.sensitivity_LEUQ
@@ -92,6 +101,7 @@ class Calibration:
             ("mass_LE", self.mass_LE, (L, E)),
             ("features_LEUX", self.features_LEUX, (L, E, U, NUM_FEATURES)),
             ("heads", self.heads and self.heads.confidence_UR, (U, Q - 1)),
+            ("pinned_LEU", self.pinned_LEU, (L, E, U)),
         ):
             if array is not None and array.shape != shape:
                 raise UserError(f"calibration: {name} must be {list(shape)}, got {list(array.shape)}")
@@ -100,6 +110,9 @@ class Calibration:
             raise UserError("calibration: the routing masses of a layer must not be negative and sum to 1")
         if self.features_LEUX is not None and not ((self.features_LEUX > 0) | np.isnan(self.features_LEUX)).all():
             raise UserError("calibration: features must be positive, or NaN where a block has none")
+        pinned_LEU = self.pinned_LEU
+        if pinned_LEU is not None and not ((self.min_bits <= pinned_LEU) & (pinned_LEU <= self.max_bits)).all():
+            raise UserError(f"calibration: pinned bits must lie in {self.min_bits}..{self.max_bits}")
         if mass_LE is None and self.policy.edges:
             raise UserError("calibration: routing buckets need the routing mass of the calibration text")
         if self.heads is not None and self.features_LEUX is None:

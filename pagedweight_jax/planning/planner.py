@@ -26,7 +26,7 @@ from pagedweight_jax.planning.pressure import (
     reload_bytes_from_kv_headroom,
     target_bytes_from_kv_pressure,
 )
-from pagedweight_jax.planning.queue import MovePlan, PlanQueue
+from pagedweight_jax.planning.queue import MovePlan, PlanQueue, resident_bytes
 from pagedweight_jax.planning.scoring import effective_policy, expert_buckets, prior_damage, score_damage
 from pagedweight_jax.planning.stages import FloorStage, bitwidth_floor_stages, stage_floors
 
@@ -59,7 +59,7 @@ def plan_step(
     damage_LEUR = score_damage(observation, calibration, bucket_LE, bytes_UQ, config)
     stages = bitwidth_floor_stages(policy)
     floor_SLEU = stage_floors(stages, policy, bucket_LE, queue.initial_LEU)
-    np.maximum(floor_SLEU, np.uint8(calibration.min_bits), out=floor_SLEU)
+    np.maximum(floor_SLEU, calibration.least_LEU, out=floor_SLEU)
     most_SLEU = bits_LEU - np.minimum(bits_LEU, floor_SLEU)
     actions = score_actions(bits_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
     selected = greedy_select(actions, most_SLEU, max(target_bytes, observation.kv.block_bytes))
@@ -115,26 +115,25 @@ def initial_bits(
     """Returns the bits to start serving with, uint8 [L, E, U]: lowered from max_bits until the weights fit the budget.
 
     Args:
-      calibration: offline results. Global damage alone decides, and min_bits is the only floor.
+      calibration: offline results. Global damage alone decides, and min_bits and pins are the only floors.
       bytes_UQ: int64, M_u^b for b = min_bits .. max_bits.
       budget_bytes: device bytes left for the routed experts.
       global_sensitivity: False lowers all blocks alike.
 
     Raises:
-      UserError: not even min_bits everywhere fits.
+      UserError: not even the floor fits.
     """
-    full_LEU = np.full(calibration.sensitivity_LEUQ.shape[:-1], calibration.max_bits, np.uint8)
-    floor_bytes, full_bytes = (int(bytes_UQ[:, q].sum()) * full_LEU[..., 0].size for q in (0, -1))
+    least_LEU = calibration.least_LEU
+    full_LEU = np.full_like(least_LEU, calibration.max_bits)
+    floor_bytes, full_bytes = (resident_bytes(b_LEU, bytes_UQ, calibration.min_bits) for b_LEU in (least_LEU, full_LEU))
     if floor_bytes > budget_bytes:
         raise UserError(
-            f"memory: the routed experts take {floor_bytes} bytes at the floor of {calibration.min_bits} bits, but the "
-            f"budget leaves {budget_bytes} bytes: {floor_bytes - budget_bytes} too few"
+            f"memory: the routed experts take {floor_bytes} bytes at the floor of {bits_range(least_LEU)} bits, but "
+            f"the budget leaves {budget_bytes} bytes: {floor_bytes - budget_bytes} too few"
         )
     damage_LEUR = predicted_damage(prior_damage(calibration, bytes_UQ, global_sensitivity))
     actions = score_actions(full_LEU, damage_LEUR, released_bytes(bytes_UQ), calibration.max_bits)
-    [(lost_LEU, _)] = greedy_select(
-        actions, (full_LEU - np.uint8(calibration.min_bits))[None], full_bytes - budget_bytes
-    )
+    [(lost_LEU, _)] = greedy_select(actions, (full_LEU - least_LEU)[None], full_bytes - budget_bytes)
     return full_LEU - lost_LEU
 
 
@@ -147,14 +146,21 @@ def releasable_bytes(table: "PageTable", calibration: Calibration, queue: PlanQu
     if not config.page_movement:
         return 0
     bits_LEU = table.desired_LEU
-    lowest_LEU = np.minimum(bits_LEU, np.uint8(lowest_bits(calibration, config)))
+    lowest_LEU = np.minimum(bits_LEU, lowest_bits(calibration, config))
     return MovePlan.between(bits_LEU, lowest_LEU, table.bytes_UQ, calibration.min_bits).total_released_bytes
 
 
-def lowest_bits(calibration: Calibration, config: PlannerConfig) -> int:
-    """Returns the bits to which the most relaxed stage can lower every block, even one of the hottest bucket."""
+def lowest_bits(calibration: Calibration, config: PlannerConfig) -> np.ndarray:
+    """Returns the bits to which the most relaxed stage can lower every block, even of the hottest bucket, [L, E, U]."""
     policy = effective_policy(calibration, config)
-    return max(calibration.min_bits, policy.floors[-1] - policy.stages[-1])
+    floor_bits = min(max(0, policy.floors[-1] - policy.stages[-1]), calibration.max_bits)
+    return np.maximum(calibration.least_LEU, np.uint8(floor_bits))
+
+
+def bits_range(bits_LEU: np.ndarray) -> str:
+    """Returns the bits in words: "3", or "3 to 5" where blocks differ."""
+    low, high = int(bits_LEU.min()), int(bits_LEU.max())
+    return str(low) if low == high else f"{low} to {high}"
 
 
 # The queue

@@ -8,6 +8,12 @@ import numpy as np
 from pagedweight_jax.planning.stages import FloorStage
 
 
+def resident_bytes(bits_LEU: np.ndarray, bytes_UQ: np.ndarray, min_bits: int) -> int:
+    """Returns Σ M_i^q, the device bytes of all blocks at the bits ``bits_LEU``."""
+    U, Q = bytes_UQ.shape
+    return int(bytes_UQ.reshape(-1)[bits_LEU + (np.arange(0, U * Q, Q) - min_bits)].sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class MovePlan:
     """Changes of the desired bits of n blocks: {(i, q_i → d_i, Δ_i)}.
@@ -30,9 +36,7 @@ class MovePlan:
     @classmethod
     def between(cls, old_LEU: np.ndarray, new_LEU: np.ndarray, bytes_UQ: np.ndarray, min_bits: int) -> "MovePlan":
         """Returns the plan that turns the bits ``old_LEU`` into ``new_LEU``."""
-        U, Q = bytes_UQ.shape
-        first_U = np.arange(0, U * Q, Q) - min_bits
-        old_bytes, new_bytes = (int(bytes_UQ.reshape(-1)[bits_LEU + first_U].sum()) for bits_LEU in (old_LEU, new_LEU))
+        old_bytes, new_bytes = (resident_bytes(bits_LEU, bytes_UQ, min_bits) for bits_LEU in (old_LEU, new_LEU))
         return cls(
             old_LEU=old_LEU,
             new_LEU=new_LEU,

@@ -67,7 +67,7 @@ def plan_ledger(
     temporary_bytes: int,
     result_bytes: int,
     staging_bytes: int,
-    floor_bits: int,
+    floor_bits: str,
     floor_bytes: int,
     geometry: Geometry,
 ) -> Ledger:
@@ -75,7 +75,7 @@ def plan_ledger(
 
     Args:
       budget_bytes .. staging_bytes: see ``Ledger``.
-      floor_bits, floor_bytes: the bitwidth to which the routed experts can give way, and their pages' bytes at it.
+      floor_bits, floor_bytes: the bitwidths to which the routed experts can give way, and their pages' bytes at them.
       geometry: the engine's shapes; the arena must also hold the KV cache of one request of ``max_model_len`` tokens.
 
     Raises:

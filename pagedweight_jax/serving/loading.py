@@ -22,7 +22,8 @@ from pagedweight_jax.paging.host_pool import HostPool, fill_host_pool
 from pagedweight_jax.paging.page_map import PageMap, page_map
 from pagedweight_jax.paging.table import PageTable, bytes_table, initial_table
 from pagedweight_jax.planning.calibration import Calibration
-from pagedweight_jax.planning.planner import initial_bits, lowest_bits
+from pagedweight_jax.planning.planner import bits_range, initial_bits, lowest_bits
+from pagedweight_jax.planning.queue import resident_bytes
 from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
@@ -115,14 +116,14 @@ def load(
     )
 
 
-def floor_bits(calibration: Calibration, config: ServeConfig) -> int:
-    """Returns the bitwidth to which the experts are sure to give way, whatever the traffic.
+def floor_bits(calibration: Calibration, config: ServeConfig) -> np.ndarray:
+    """Returns the bits to which each block is sure to give way, whatever the traffic, uint8 [L, E, U].
 
-    A server whose pages do not move may begin at any; for it that is the checkpoint's smallest.
+    A server whose pages do not move may begin at any; for it those are the checkpoint's smallest, or the pinned ones.
     """
     if config.mode == "frozen" or not config.planner.page_movement:
-        return calibration.min_bits
-    return min(lowest_bits(calibration, config.planner), calibration.max_bits)
+        return calibration.least_LEU
+    return lowest_bits(calibration, config.planner)
 
 
 def budget_bytes(
@@ -229,19 +230,20 @@ def _abstract_state(model: ModelConfig, geometry: Geometry, num_frames: int) -> 
     return jax.eval_shape(make)
 
 
-def _fit(shapes: _Shapes, config: ServeConfig, floor: int, progress: Progress) -> tuple[Ledger, Programs]:
+def _fit(shapes: _Shapes, config: ServeConfig, floor_LEU: np.ndarray, progress: Progress) -> tuple[Ledger, Programs]:
     """Compiles for the arena that an estimate of the temporaries leaves; again if it was too low or wastes memory.
 
     A budget is refused for what the programs really take, never for the estimate.
     """
     geometry = shapes.geometry
+    layouts = (geometry.gate_up, geometry.down)
 
     def plan(temporary_bytes: int) -> Ledger:
         return plan_ledger(
             budget_bytes=config.memory_bytes,
             **shapes.fixed_entries(temporary_bytes),
-            floor_bits=floor,
-            floor_bytes=shapes.experts_bytes(floor),
+            floor_bits=bits_range(floor_LEU),
+            floor_bytes=resident_bytes(floor_LEU, bytes_table(layouts), layouts[0].min_bits),
             geometry=geometry,
         )
 
@@ -296,8 +298,8 @@ def _start_bits(
         kv_blocks = min(kv_blocks, config.planner.high_watermark_blocks + 1)
     weight_bytes = ledger.arena_bytes - kv_blocks * geometry.block_bytes
     if config.kv_tokens is None and config.mode != "frozen":
-        floor_block_bytes = int(bytes_UQ[:, floor_bits(calibration, config) - calibration.min_bits].sum())
-        weight_bytes = max(weight_bytes, calibration.sensitivity_LEUQ[:, :, 0, 0].size * floor_block_bytes)
+        floor_bytes = resident_bytes(floor_bits(calibration, config), bytes_UQ, calibration.min_bits)
+        weight_bytes = max(weight_bytes, floor_bytes)
     if config.bits is None:
         return initial_bits(calibration, bytes_UQ, weight_bytes, config.planner.global_sensitivity)
     bits_LEU = np.full(calibration.sensitivity_LEUQ.shape[:3], config.bits)

@@ -20,6 +20,7 @@ from pagedweight_jax.checkpoint.policy import (
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.calibration import ResidualHeads
 from pagedweight_jax.planning.damage import global_damage
+from pagedweight_jax.planning.pins import Pin, pinned_bits
 from pagedweight_jax.planning.policy import Policy
 
 
@@ -57,6 +58,7 @@ def make_policy(checkpoint, **changes):
             prior_tokens=64.0,
         ),
         "fit": {"same": {"r2": 0.5, "names": ["a", "b"]}},
+        "pins": (Pin(layer=0, bits=3), Pin(expert=1, bits=4)),
     } | changes
     return OnlinePolicy(**fields)
 
@@ -98,6 +100,18 @@ def test_the_planner_gets_all_of_it(checkpoint):
     assert (calibration.min_bits, calibration.max_bits) == (checkpoint.manifest.min_bits, checkpoint.manifest.max_bits)
     np.testing.assert_array_equal(calibration.mass_LE, online.mass_LE)
     assert calibration.policy == online.policy
+    min_bits, max_bits = checkpoint.manifest.min_bits, checkpoint.manifest.max_bits
+    least_LEU = pinned_bits(online.pins, calibration.sensitivity_LEUQ.shape[:-1], min_bits, max_bits)
+    np.testing.assert_array_equal(calibration.pinned_LEU, least_LEU)
+    assert (calibration.pinned_LEU > min_bits).any()
+
+
+def test_a_policy_without_pins_pins_nothing(checkpoint):
+    path = write_policy(checkpoint, make_policy(checkpoint, pins=()))
+    assert load_calibration(checkpoint).pinned_LEU is None
+    content = json.loads(path.read_text())
+    assert content["pins"] == []
+
 
 
 def test_a_foreign_policy_is_refused(checkpoint, tmp_path):

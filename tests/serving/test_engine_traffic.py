@@ -33,7 +33,7 @@ class Squeezed:
 
     def squeeze(self, kv_blocks, chance, seed=0):
         """Leaves the cache ``kv_blocks`` blocks beside weights at their floor; transfers land late from now on."""
-        bits = floor_bits(self.engine.calibration, self.engine.config)
+        bits = int(floor_bits(self.engine.calibration, self.engine.config).max())
         self.settle()
         self.engine.residency.mover = self.late_mover(self.engine.residency.mover, chance, seed)
         self.engine.allocator.give(self.held)

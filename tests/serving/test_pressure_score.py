@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pagedweight_jax.checkpoint.policy import load_calibration
 from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.evaluate.divergence import divergence, reference
 from pagedweight_jax.evaluate.perplexity import score_dense
@@ -37,9 +38,9 @@ def references(tiny, windows):
     return reference(tiny.dequantized(np.full((2, 4, 2), 6)), windows)
 
 
-def score(tiny, windows, references, squeezed=False, **changes):
+def score(tiny, windows, references, squeezed=False, calibration=None, **changes):
     """Scores with an engine of its own; a squeezed one has room for few KV blocks beside its first bits."""
-    engine = Engine(tiny.checkpoint, replace(CONFIG, **changes))
+    engine = Engine(tiny.checkpoint, replace(CONFIG, **changes), calibration=calibration)
     try:
         spare_frames = SPARE_BLOCKS * engine.state.geometry.frames_per_block
         held = engine.allocator.take(engine.allocator.num_free - spare_frames if squeezed else 0, KV)
@@ -70,6 +71,17 @@ def test_bits_give_way_and_are_back_for_the_next_windows(dynamic):
     assert bits_BLEU[last].mean() < bits_BLEU[first].mean() - 0.5
     assert bits_BLEU[again].mean() == pytest.approx(bits_BLEU[first].mean(), abs=0.25)
     assert dynamic.schedule.lowest_bits < dynamic.schedule.mean_bits < dynamic.schedule.boundaries[first].mean_bits
+
+
+def test_pinned_experts_keep_their_bits_under_pressure(tiny, windows, dynamic):
+    pinned_LEU = np.full((2, 4, 2), 3, np.uint8)
+    pinned_LEU[0, :2] = 6
+    calibration = replace(load_calibration(tiny.checkpoint), pinned_LEU=pinned_LEU)
+    result = score(tiny, windows, None, squeezed=True, calibration=calibration)
+    pinned = (slice(None), 0, slice(2))
+    assert result.schedule.bits()[pinned].min() == 6
+    assert dynamic.schedule.bits()[pinned].min() < 6
+    assert result.schedule.bits().min() < 6  # the others gave way instead
 
 
 def test_a_frozen_score_is_that_of_the_same_weights_without_pages(tiny, windows, references, dynamic):
