@@ -105,19 +105,19 @@ def measure(shape_LE: tuple[int, int], num_requests: int, repeats: int) -> dict[
         "a quarter": releasable_blocks // 4,
         "nearly all": releasable_blocks * 9 // 10,
     }
+    ample = observation(1000)
+    planned, _ = plan_step(table, ample, calibration, queue, CONFIG)  # as every boundary but the first finds it
     cases = {}
     for name, num_blocks in wanted.items():
         seen = observation(1 - num_blocks)
-        cases[name] = lambda seen=seen: plan_step(table, seen, calibration, queue, CONFIG)
+        cases[name] = lambda seen=seen: plan_step(table, seen, calibration, planned, CONFIG)
     bare = replace(calibration, policy=NEUTRAL_POLICY, heads=None)
     some = observation(1 - wanted["a quarter"])
-    cases["a quarter, no policy"] = lambda: plan_step(table, some, bare, queue, CONFIG)
-    ample = observation(1000)
+    cases["a quarter, no policy"] = lambda: plan_step(table, some, bare, planned, CONFIG)
     bucket_LE = expert_buckets(ample, calibration, POLICY)
-    planned, _ = plan_step(table, ample, calibration, queue, CONFIG)
     cases["reload"] = lambda: plan_reload(table, ample, calibration, planned, CONFIG)
     cases["of it buckets"] = lambda: expert_buckets(ample, calibration, POLICY)
-    cases["of it damage"] = lambda: score_damage(ample, calibration, bucket_LE, table.bytes_UQ, CONFIG)
+    cases["of it damage"] = lambda: score_damage(ample, calibration, bucket_LE, planned.prior, CONFIG)
     cases["observe a request"] = lambda: observe(requests[0], requests[0], 8, 2048.0)
     return {name: times_ms(case, repeats) for name, case in cases.items()}
 

@@ -28,7 +28,7 @@ from pagedweight_jax.planning.observation import KVPressure, Observation
 from pagedweight_jax.planning.planner import plan_step
 from pagedweight_jax.planning.policy import Policy
 from pagedweight_jax.planning.queue import PlanQueue
-from pagedweight_jax.planning.scoring import effective_policy, expert_buckets, score_damage
+from pagedweight_jax.planning.scoring import Prior, effective_policy, expert_buckets, score_damage
 from pagedweight_jax.planning.signals import RequestSignals
 
 OCTAVES, BUCKETS_PER_OCTAVE = 4, 4
@@ -215,7 +215,7 @@ def planner_damage(calibration: Calibration, *requests: RequestSignals) -> np.nd
     observation = _observation(requests, block_bytes=1)
     bucket_LE = expert_buckets(observation, calibration, effective_policy(calibration, config))
     unused_UQ = np.zeros((2, calibration.sensitivity_LEUQ.shape[-1]), np.int64)  # sizes matter without sensitivities
-    return score_damage(observation, calibration, bucket_LE, unused_UQ, config)
+    return score_damage(observation, calibration, bucket_LE, Prior.of(calibration, unused_UQ, config), config)
 
 
 def rank_correlation(one_A: np.ndarray, other_A: np.ndarray) -> float:

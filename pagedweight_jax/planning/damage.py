@@ -2,14 +2,15 @@
 """How much a one-bit reduction is expected to hurt: global damage, times routing bucket, times prompt residual.
 
 Along axis R lie the one-bit reductions of a block, in the order in which it goes down: the r-th leads from max_bits − r
-to max_bits − r − 1 bits.
+to max_bits − r − 1 bits. Arrays [L, E, U, R] are stored with R and U outermost, so that numpy's inner loops run over
+all experts and not over a few reductions.
 """
 
 import numpy as np
 
 from pagedweight_jax.planning.calibration import ResidualHeads
 
-DAMAGE_FLOOR = 1e-12
+DAMAGE_FLOOR = np.float32(1e-12)
 """ε of eq. 8: even a reduction that looks free costs something, so the one that releases more is preferred."""
 
 
@@ -50,10 +51,19 @@ def predicted_residual(x_XLEU: np.ndarray, heads: ResidualHeads) -> np.ndarray:
       x_XLEU: float32, log features relative to the calibration text's.
       heads: the linear heads.
     """
-    X, L, E, U = x_XLEU.shape
-    x_UNX = np.ascontiguousarray(x_XLEU.reshape(X, L * E, U).T)
-    rho_UNR = x_UNX @ heads.weight_URX.astype(np.float32).mT + heads.intercept_UR.astype(np.float32)[:, None]
-    return np.swapaxes(rho_UNR, 0, 1).reshape(L, E, U, -1)
+    x_XULE = np.moveaxis(x_XLEU, -1, 1)
+    weight_XRU11 = heads.weight_URX.T.astype(np.float32)[..., None, None]
+    rho_RULE = weight_XRU11[0] * x_XULE[0]
+    for weight_RU11, x_ULE in zip(weight_XRU11[1:], x_XULE[1:], strict=True):
+        rho_RULE += weight_RU11 * x_ULE
+    rho_RULE += heads.intercept_UR.T.astype(np.float32)[..., None, None]
+    return rho_RULE.transpose(2, 3, 1, 0)
+
+
+def reductions_outermost(array_LEUR: np.ndarray) -> np.ndarray:
+    """Returns the array as float32, stored with R and U outermost."""
+    array_RULE = np.ascontiguousarray(array_LEUR.transpose(3, 2, 0, 1), np.float32)
+    return array_RULE.transpose(2, 3, 1, 0)
 
 
 def prompt_multiplier(rho_LEUR: np.ndarray, evidence_LEU: np.ndarray, heads: ResidualHeads, alpha: float) -> np.ndarray:
@@ -84,7 +94,7 @@ def predicted_damage(
       mu_LEUR: multipliers of the experts' routing buckets, broadcast against g.
       eta_LEUR: multipliers of the prompt residual, broadcast against g.
     """
-    d_LEUR = g_LEUR.astype(np.float32, order="C")
+    d_LEUR = g_LEUR.astype(np.float32)
     d_LEUR *= np.asarray(mu_LEUR, np.float32)
     d_LEUR *= eta_LEUR
     return np.maximum(d_LEUR, DAMAGE_FLOOR, out=d_LEUR)

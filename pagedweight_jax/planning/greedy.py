@@ -16,10 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HEAD_STEPS = 1024
-"""At least as many steps are sorted at once: a stage with floors finds some that it may not take among the cheapest."""
+SAMPLES = 1024
+"""Steps that are looked at to find how many must be sorted."""
 
-NO_STEP_BYTES = np.iinfo(np.int64).max
+SPARE_SHARE, SPARE_SAMPLES = 0.5, 16
+"""So much more than the sample says: it may err, and a stage's floors forbid some of the cheapest steps."""
+
+ALL_BYTES = NO_STEP_BYTES = np.iinfo(np.int64).max
 """More than any step's size: stands for the smallest step of a checkpoint of one bitwidth, which has none."""
 
 
@@ -36,10 +39,6 @@ class Actions:
     cost_LEUR: np.ndarray
     size_UR: np.ndarray
     start_LEU: np.ndarray
-
-    def least_steps(self, num_bytes: int) -> int:
-        """Returns how many steps always release ``num_bytes``."""
-        return -(-num_bytes // int(self.size_UR.min(initial=NO_STEP_BYTES)))
 
     def bytes_of(self, steps_LEU: np.ndarray) -> int:
         """Returns the bytes of the next ``steps_LEU`` steps (uint8) of all blocks."""
@@ -113,8 +112,8 @@ def score_raises(
 def _actions(signed_damage_LEUR: np.ndarray, size_UR: np.ndarray, start_LEU: np.ndarray) -> Actions:
     R = size_UR.shape[-1]
     cost_LEUR = signed_damage_LEUR / size_UR.astype(np.float32)
-    passed_QR = np.where(np.arange(R) < np.arange(R + 1)[:, None], np.float32(np.inf), -np.float32(np.inf))
-    passed_LEUR = passed_QR.take(start_LEU, axis=0)
+    passed_RQ = np.where(np.arange(R)[:, None] < np.arange(R + 1), np.float32(np.inf), -np.float32(np.inf))
+    passed_LEUR = passed_RQ.take(np.moveaxis(start_LEU, -1, 0), axis=1).transpose(2, 3, 1, 0)
     np.minimum(cost_LEUR, -passed_LEUR, out=cost_LEUR)
     for r in range(1, R):  # on so short an axis 10 times faster than np.maximum.accumulate
         np.maximum(cost_LEUR[..., r - 1], cost_LEUR[..., r], out=cost_LEUR[..., r])
@@ -132,7 +131,7 @@ def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) ->
       most_SLEU: uint8, how many bits each block may lose in every stage.
       target_bytes: D.
     """
-    order = greedy_order(actions, 2 * actions.least_steps(target_bytes))
+    order = greedy_order(actions, target_bytes)
     selected = []
     for most_LEU in most_SLEU:
         lost_LEU, released_bytes = _cheapest(order, most_LEU, target_bytes)
@@ -141,7 +140,7 @@ def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) ->
             if all_bytes <= target_bytes:
                 lost_LEU, released_bytes = most_LEU, all_bytes
             else:  # the head of the order held too little that this stage may take
-                order = greedy_order(actions, actions.cost_LEUR.size)
+                order = greedy_order(actions, ALL_BYTES)
                 lost_LEU, released_bytes = _cheapest(order, most_LEU, target_bytes)
         selected.append((lost_LEU, released_bytes))
     return selected
@@ -149,27 +148,45 @@ def greedy_select(actions: Actions, most_SLEU: np.ndarray, target_bytes: int) ->
 
 def greedy_fill(actions: Actions, available_bytes: int) -> np.ndarray:
     """Returns how many bits each block gains, uint8 [L, E, U]: the best steps up to the first that does not fit."""
-    order = greedy_order(actions, actions.least_steps(available_bytes))
+    order = greedy_order(actions, available_bytes)
     return order.per_block(slice(np.searchsorted(np.cumsum(order.size_n), available_bytes, side="right")))
 
 
-def greedy_order(actions: Actions, num_steps: int) -> Steps:
-    """Returns the first ``num_steps`` legal steps in greedy order, or more; all if there are no more."""
-    *shape_LEU, R = actions.cost_LEUR.shape
-    cost, start = actions.cost_LEUR.reshape(-1), actions.start_LEU.reshape(-1)
-    num_steps, limit = max(num_steps, HEAD_STEPS), np.float32(np.inf)
-    if num_steps < start.size and R:
-        # A target is mostly small against the weights. No chain's first step is dearer than its others, so that there
-        # are enough steps up to the num_steps-th of the first ones: no more need be sorted.
-        first = cost.take(np.arange(0, cost.size, R) + np.minimum(start, R - 1))
-        limit = np.partition(first, num_steps)[num_steps]
+def greedy_order(actions: Actions, num_bytes: int) -> Steps:
+    """Returns the first legal steps in greedy order, ``num_bytes`` of them or more; all if there are no more."""
+    # A target is mostly small against the weights: no more steps need be sorted than hold its bytes.
+    limit = _cost_limit(actions, num_bytes)
+    steps = _steps_up_to(actions, limit)
+    if np.isfinite(limit) and steps.size_n.sum() < num_bytes:
+        return _steps_up_to(actions, np.float32(np.inf))
+    return steps
+
+
+def _cost_limit(actions: Actions, num_bytes: int) -> np.float32:
+    """Returns a cost up to which, by a sample, steps hold more than ``num_bytes``; inf if not even all may."""
+    L, E, *_ = actions.cost_LEUR.shape
+    stride = actions.cost_LEUR.size // SAMPLES | 1
+    cost = _reductions_outermost(actions.cost_LEUR).reshape(-1)[::stride]
+    size = actions.size_UR.T.reshape(-1).take(np.arange(0, actions.cost_LEUR.size, stride) // (L * E))
+    order = np.argsort(cost)
+    sampled_bytes = stride * np.cumsum(size[order])
+    place = SPARE_SAMPLES + int(np.searchsorted(sampled_bytes, (1 + SPARE_SHARE) * num_bytes))
+    return cost[order[place]] if place < len(order) else np.float32(np.inf)
+
+
+def _steps_up_to(actions: Actions, limit: np.float32) -> Steps:
+    """Returns the legal steps whose cost is no more than ``limit``, in greedy order."""
+    L, E, U, R = actions.cost_LEUR.shape
+    cost = _reductions_outermost(actions.cost_LEUR).reshape(-1)
     head = np.flatnonzero(cost < limit if np.isinf(limit) else cost <= limit)
     # One integer holds a step's cost and place: no two are equal, ties go by table order, and the sort is a fast one.
     bits = cost.take(head).view(np.int32)
     rank = (bits ^ (bits >> 31 | np.int32(-(2**31)))).view(np.uint32)  # ascends as the float does
+    reduction, expert = np.divmod(head.astype(np.uint32), np.uint32(L * E))
+    place = (expert * np.uint32(U) + reduction % np.uint32(U)) * np.uint32(R) + reduction // np.uint32(U)
     order = rank.astype(np.uint64)
     order <<= 32
-    order |= head.view(np.uint64)
+    order |= place
     order.sort()
     step_n = order.astype(np.uint32)
     block_n = step_n // np.uint32(R)
@@ -178,11 +195,16 @@ def greedy_order(actions: Actions, num_steps: int) -> Steps:
     size_n = actions.size_UR.reshape(-1).take(step_n % np.uint32(actions.size_UR.size))
     return Steps(
         block_n=block_n,
-        nth_n=place_n - start.take(block_n),
+        nth_n=place_n - actions.start_LEU.reshape(-1).take(block_n),
         size_n=size_n,
-        shape_LEU=tuple(shape_LEU),
+        shape_LEU=(L, E, U),
         complete=bool(np.isinf(limit)),
     )
+
+
+def _reductions_outermost(array_LEUR: np.ndarray) -> np.ndarray:
+    """Returns [R, U, L, E], without a copy of what is stored so (see ``damage.py``)."""
+    return np.ascontiguousarray(array_LEUR.transpose(3, 2, 0, 1))
 
 
 def _cheapest(order: Steps, most_LEU: np.ndarray, target_bytes: int) -> tuple[np.ndarray, int]:

@@ -27,7 +27,7 @@ from pagedweight_jax.planning.pressure import (
     target_bytes_from_kv_pressure,
 )
 from pagedweight_jax.planning.queue import MovePlan, PlanQueue, resident_bytes
-from pagedweight_jax.planning.scoring import effective_policy, expert_buckets, prior_damage, score_damage
+from pagedweight_jax.planning.scoring import Prior, effective_policy, expert_buckets, prior_damage, score_damage
 from pagedweight_jax.planning.stages import FloorStage, bitwidth_floor_stages, stage_floors
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def plan_step(
     bits_LEU, bytes_UQ = table.desired_LEU, table.bytes_UQ
     policy = effective_policy(calibration, config)
     bucket_LE = expert_buckets(observation, calibration, policy)
-    damage_LEUR = score_damage(observation, calibration, bucket_LE, bytes_UQ, config)
+    prior = queue.prior or Prior.of(calibration, bytes_UQ, config)
+    damage_LEUR = score_damage(observation, calibration, bucket_LE, prior, config)
     stages = bitwidth_floor_stages(policy)
     floor_SLEU = stage_floors(stages, policy, bucket_LE, queue.initial_LEU)
     np.maximum(floor_SLEU, calibration.least_LEU, out=floor_SLEU)
@@ -73,7 +74,8 @@ def plan_step(
         )
         for lost_LEU, stage_bytes in selected
     ]
-    queue = refresh_plan_queue(replace(queue, damage_LEUR=damage_LEUR), dict(zip(stages, plans, strict=True)))
+    queue = replace(queue, prior=prior, damage_LEUR=damage_LEUR)
+    queue = refresh_plan_queue(queue, dict(zip(stages, plans, strict=True)))
     plan = select_best_plan(queue, target_bytes) if pressure_triggered(observation.kv, config) else None
     return (queue, None) if plan is None else (remember_lowered(queue, plan, observation.boundary), plan)
 
@@ -102,7 +104,8 @@ def plan_reload(
     damage_LEUR = queue.damage_LEUR
     if damage_LEUR is None:
         bucket_LE = expert_buckets(observation, calibration, effective_policy(calibration, config))
-        damage_LEUR = score_damage(observation, calibration, bucket_LE, bytes_UQ, config)
+        prior = queue.prior or Prior.of(calibration, bytes_UQ, config)
+        damage_LEUR = score_damage(observation, calibration, bucket_LE, prior, config)
     actions = score_raises(bits_LEU, settled_LEU, damage_LEUR, size_UR, calibration.min_bits)
     raised_LEU = bits_LEU + greedy_fill(actions, available_bytes)
     plan = MovePlan.between(bits_LEU, raised_LEU, bytes_UQ, calibration.min_bits)

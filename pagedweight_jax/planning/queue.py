@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagedweight_jax.planning.scoring import Prior
 from pagedweight_jax.planning.stages import FloorStage
 
 
@@ -83,12 +84,14 @@ class PlanQueue:
       initial_LEU: bits at the start of serving, from which depth caps count.
       lowered_at_LEU: float64, the last boundary whose plan lowered the block, -inf if none did.
       plans: the newest plan of each stage, strictest first.
+      prior: what does not change while serving, None before the first boundary. A queue is of one calibration.
       damage_LEUR: d of every one-bit reduction at the newest boundary, None before the first.
     """
 
     initial_LEU: np.ndarray
     lowered_at_LEU: np.ndarray
     plans: dict[FloorStage, MovePlan] = field(default_factory=dict)
+    prior: Prior | None = None
     damage_LEUR: np.ndarray | None = None
 
     @classmethod

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted damage for the requests that run now: what is known offline, corrected by what their tokens showed."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pagedweight_jax.config import PlannerConfig
@@ -10,13 +12,36 @@ from pagedweight_jax.planning.damage import (
     predicted_damage,
     predicted_residual,
     prompt_multiplier,
+    reductions_outermost,
     released_bytes,
     uniform_damage,
 )
 from pagedweight_jax.planning.observation import Observation
 from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
-from pagedweight_jax.planning.signals import batch_features, batch_mass, request_weights
+from pagedweight_jax.planning.signals import batch_features, batch_mass, log_features, request_weights
 from pagedweight_jax.planning.stages import routing_buckets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """What is known offline, in the form in which every boundary uses it.
+
+    Attributes:
+      damage_LEUR: float32, each reduction's damage: g of eq. 4, or its uniform rival.
+      features_XLEU: float32, log φ of the calibration text; None where heads do not count.
+    """
+
+    damage_LEUR: np.ndarray
+    features_XLEU: np.ndarray | None
+
+    @classmethod
+    def of(cls, calibration: Calibration, bytes_UQ: np.ndarray, config: PlannerConfig) -> "Prior":
+        """Returns the prior of a server whose blocks take M_u^b = ``bytes_UQ``."""
+        features_XLEU = None
+        if calibration.heads is not None and calibration.policy.alpha and config.prompt_residual:
+            features_XLEU = log_features(calibration.features_LEUX)
+        damage_LEUR = prior_damage(calibration, bytes_UQ, config.global_sensitivity)
+        return cls(damage_LEUR=damage_LEUR, features_XLEU=features_XLEU)
 
 
 def effective_policy(calibration: Calibration, config: PlannerConfig) -> Policy:
@@ -34,38 +59,34 @@ def expert_buckets(observation: Observation, calibration: Calibration, policy: P
 
 
 def score_damage(
-    observation: Observation,
-    calibration: Calibration,
-    bucket_LE: np.ndarray,
-    bytes_UQ: np.ndarray,
-    config: PlannerConfig,
+    observation: Observation, calibration: Calibration, bucket_LE: np.ndarray, prior: Prior, config: PlannerConfig
 ) -> np.ndarray:
     """Returns d of every one-bit reduction for the running requests, [L, E, U, R]: eq. 8 with what is switched on.
 
     Args:
       observation, calibration, config: as for ``plan_step``.
       bucket_LE: β of ``effective_policy``.
-      bytes_UQ: M_u^b.
+      prior: of this calibration and configuration.
     """
-    prior_LEUR = prior_damage(calibration, bytes_UQ, config.global_sensitivity)
     if not config.global_sensitivity:
-        return predicted_damage(prior_LEUR)
-    mu_LE11 = np.array(effective_policy(calibration, config).multipliers).take(bucket_LE)[..., None, None]
-    heads, alpha = calibration.heads, calibration.policy.alpha
-    if heads is None or alpha == 0 or not (config.prompt_residual and observation.requests):
-        return predicted_damage(prior_LEUR, mu_LE11)
+        return predicted_damage(prior.damage_LEUR)
+    multipliers = np.array(effective_policy(calibration, config).multipliers, np.float32)
+    mu_LE11 = multipliers.take(bucket_LE)[..., None, None]
+    if prior.features_XLEU is None or not observation.requests:
+        return predicted_damage(prior.damage_LEUR, mu_LE11)
     weight_B = _request_weights(observation, calibration.policy)
-    x_XLEU, evidence_LEU = batch_features(observation.requests, weight_B, calibration.features_LEUX)
-    rho_LEUR = predicted_residual(x_XLEU, heads)
-    return predicted_damage(prior_LEUR, mu_LE11, prompt_multiplier(rho_LEUR, evidence_LEU, heads, alpha))
+    x_XLEU, evidence_LEU = batch_features(observation.requests, weight_B, prior.features_XLEU)
+    rho_LEUR = predicted_residual(x_XLEU, calibration.heads)
+    eta_LEUR = prompt_multiplier(rho_LEUR, evidence_LEU, calibration.heads, calibration.policy.alpha)
+    return predicted_damage(prior.damage_LEUR, mu_LE11, eta_LEUR)
 
 
 def prior_damage(calibration: Calibration, bytes_UQ: np.ndarray, global_sensitivity: bool) -> np.ndarray:
-    """Returns each reduction's damage as known offline, float64 [L, E, U, R]: g of eq. 4, or its uniform rival."""
+    """Returns each reduction's damage as known offline, float32 [L, E, U, R]: g of eq. 4, or its uniform rival."""
     if global_sensitivity:
-        return global_damage(calibration.sensitivity_LEUQ)
+        return reductions_outermost(global_damage(calibration.sensitivity_LEUQ))
     g_UR = uniform_damage(released_bytes(bytes_UQ))
-    return np.broadcast_to(g_UR, (*calibration.sensitivity_LEUQ.shape[:2], *g_UR.shape))
+    return reductions_outermost(np.broadcast_to(g_UR, (*calibration.sensitivity_LEUQ.shape[:2], *g_UR.shape)))
 
 
 def _request_weights(observation: Observation, policy: Policy) -> np.ndarray:

@@ -123,8 +123,14 @@ def batch_mass(requests: Sequence[RequestSignals], weight_B: np.ndarray, calibra
     return np.einsum("bl,ble->le", scale_BL, mass_BLE) + prior_L1 * calibration_mass_LE
 
 
+def log_features(features_LEUX: np.ndarray) -> np.ndarray:
+    """Returns log φ, float32 [X, L, E, U], stored with U before L and E; NaN where a block has no feature."""
+    features_XULE = np.ascontiguousarray(features_LEUX.transpose(3, 2, 0, 1), np.float32)
+    return np.moveaxis(np.log(features_XULE), 1, -1)
+
+
 def batch_features(
-    requests: Sequence[RequestSignals], weight_B: np.ndarray, calibration_features_LEUX: np.ndarray
+    requests: Sequence[RequestSignals], weight_B: np.ndarray, known_XLEU: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns x = log(φ / φ of calibration) of the batch, float32 [X, L, E, U], and the evidence for it, [L, E, U].
 
@@ -133,12 +139,12 @@ def batch_features(
     Args:
       requests: B of them, at least one.
       weight_B: ``request_weights``.
-      calibration_features_LEUX: means of φ over the calibration text, NaN where a block has none.
+      known_XLEU: ``log_features`` of the calibration text.
     """
     weight_B = weight_B.astype(np.float32)
-    *shape_LE, U = requests[0].norm_LEU.shape
-    x_XLEU, log_mass_LE = np.zeros((NUM_FEATURES, *shape_LE, U), np.float32), np.zeros(shape_LE, np.float32)
-    evidence_LE = np.zeros(shape_LE, np.float32)
+    L, E, U = requests[0].norm_LEU.shape
+    x_XLEU, log_mass_LE = np.zeros((NUM_FEATURES, L, E, U), np.float32), np.zeros((L, E), np.float32)
+    evidence_LE = np.zeros((L, E), np.float32)
     group = max(1, CACHED_FLOATS // x_XLEU[0].size)
     for first in range(0, len(requests), group):
         some, weight_b = requests[first : first + group], weight_B[first : first + group]
@@ -148,15 +154,15 @@ def batch_features(
         for x_LEU, name in zip(x_XLEU, ("norm_LEU", "square_LEU", "max_LEU"), strict=True):
             x_LEU += np.einsum("b,bleu->leu", weight_b, _log(_stack([getattr(request, name) for request in some])))
     # A block that a request did not route to went in as TINY, in all sums: in differences it is 0, else taken out.
-    evidence_LEU, log_mass_LEU = (np.repeat(array, U).reshape(*shape_LE, U) for array in (evidence_LE, log_mass_LE))
-    x_XLEU[:2] -= log_mass_LEU
-    x_XLEU[1] /= 2
-    x_XLEU[2] -= (weight_B.sum() - evidence_LEU) * np.log(TINY)
-    known_XLEU = np.moveaxis(calibration_features_LEUX, -1, 0).astype(np.float32, order="C")
-    evidence_LEU[np.isnan(known_XLEU.sum(axis=0))] = 0
-    x_XLEU /= np.where(evidence_LEU > 0, evidence_LEU, 1)
-    x_XLEU -= np.log(known_XLEU)
-    return np.where(evidence_LEU > 0, x_XLEU, 0), evidence_LEU
+    x_XULE = x_XLEU.transpose(0, 3, 1, 2).copy()
+    x_XULE[:2] -= log_mass_LE
+    x_XULE[1] /= 2
+    x_XULE[2] -= (weight_B.sum() - evidence_LE) * np.log(TINY)
+    x_XULE /= np.where(evidence_LE > 0, evidence_LE, 1)
+    x_XULE -= np.moveaxis(known_XLEU, -1, 1)
+    evidence_ULE = np.where(np.isnan(x_XULE.sum(axis=0)), 0, evidence_LE)
+    x_XULE = np.where(evidence_ULE > 0, x_XULE, np.float32(0))
+    return np.moveaxis(x_XULE, 1, -1), np.moveaxis(evidence_ULE, 0, -1)
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

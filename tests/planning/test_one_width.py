@@ -14,9 +14,9 @@ from pagedweight_jax.planning.queue import PlanQueue
 
 @pytest.mark.parametrize("global_sensitivity", [True, False])
 @pytest.mark.parametrize("free_blocks", [0, 1000])
-@pytest.mark.parametrize("head_steps", [1, greedy.HEAD_STEPS])
-def test_one_width_is_served_as_it_is(planning, monkeypatch, free_blocks, global_sensitivity, head_steps):
-    monkeypatch.setattr(greedy, "HEAD_STEPS", head_steps)
+@pytest.mark.parametrize("spare_samples", [0, greedy.SPARE_SAMPLES])
+def test_one_width_is_served_as_it_is(planning, monkeypatch, free_blocks, global_sensitivity, spare_samples):
+    monkeypatch.setattr(greedy, "SPARE_SAMPLES", spare_samples)
     world = planning.make_world(0)
     bytes_UQ = world.table.bytes_UQ[:, :1]
     world.table.bytes_UQ = bytes_UQ

@@ -15,7 +15,7 @@ from pagedweight_jax.planning import greedy
 from pagedweight_jax.planning.planner import lowest_bits, plan_reload, plan_step, releasable_bytes
 from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
 from pagedweight_jax.planning.queue import PlanQueue
-from pagedweight_jax.planning.scoring import effective_policy, expert_buckets, score_damage
+from pagedweight_jax.planning.scoring import Prior, effective_policy, expert_buckets, score_damage
 from pagedweight_jax.planning.stages import bitwidth_floor_stages
 
 CONFIG = PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=0)
@@ -59,7 +59,8 @@ def bits_after(world, plan):
 def damage_of(planning, world, config=CONFIG):
     observation = planning.observe(0, world=world)
     bucket_LE = expert_buckets(observation, world.calibration, effective_policy(world.calibration, config))
-    return score_damage(observation, world.calibration, bucket_LE, world.table.bytes_UQ, config)
+    prior = Prior.of(world.calibration, world.table.bytes_UQ, config)
+    return score_damage(observation, world.calibration, bucket_LE, prior, config)
 
 
 # Against the plain loop and brute force
@@ -100,24 +101,26 @@ def test_a_short_head_of_the_order_changes_nothing(planning, seed, kind, target_
     world, queue = draw(planning, seed, kind)
     expected, _ = step(planning, world, target_bytes, queue)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(greedy, "HEAD_STEPS", 1)
+        patch.setattr(greedy, "SPARE_SHARE", 0)
+        patch.setattr(greedy, "SPARE_SAMPLES", 0)
         short, _ = step(planning, world, target_bytes, queue)
     for stage, plan in expected.plans.items():
         np.testing.assert_array_equal(bits_after(world, short.plans[stage]), bits_after(world, plan))
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=seeds, ties=st.booleans(), num_steps=st.integers(1, 15))
-def test_the_head_is_the_first_steps_of_the_order(planning, seed, ties, num_steps):
+@given(seed=seeds, ties=st.booleans(), num_bytes=st.integers(1, 80))
+def test_the_head_is_the_first_steps_of_the_order(planning, seed, ties, num_bytes):
     world = planning.make_world(seed, ties=ties)
     damage_LEUR, sizes_UR = damage_of(planning, world), np.diff(world.table.bytes_UQ)[:, ::-1]
     actions = greedy.score_actions(world.table.desired_LEU, damage_LEUR, sizes_UR, planning.max_bits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(greedy, "HEAD_STEPS", 1)
-        head, full = (greedy.greedy_order(actions, n) for n in (num_steps, 10**6))
+        patch.setattr(greedy, "SPARE_SHARE", 0)
+        patch.setattr(greedy, "SPARE_SAMPLES", 0)
+        head, full = (greedy.greedy_order(actions, n) for n in (num_bytes, 10**6))
     assert full.complete
     assert len(full.block_n) == (world.table.desired_LEU - planning.min_bits).sum()
-    assert min(num_steps, len(full.block_n)) <= len(head.block_n)
+    assert min(num_bytes, full.size_n.sum()) <= head.size_n.sum()
     for name in ("block_n", "nth_n", "size_n"):
         np.testing.assert_array_equal(getattr(head, name), getattr(full, name)[: len(head.block_n)])
 
@@ -165,7 +168,8 @@ def test_reload_goes_by_the_same_damage(planning, seed, planned, available_bytes
         queue, _ = plan_step(world.table, observation, world.calibration, queue, CONFIG)
         np.testing.assert_array_equal(queue.damage_LEUR, damage_of(planning, world))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(greedy, "HEAD_STEPS", 1)
+        patch.setattr(greedy, "SPARE_SHARE", 0)
+        patch.setattr(greedy, "SPARE_SAMPLES", 0)
         plan = plan_reload(world.table, observation, world.calibration, queue, CONFIG)
     expected_LEU = planning.plain_raise(
         world.table.desired_LEU,

@@ -15,6 +15,7 @@ from pagedweight_jax.planning.signals import (
     batch_features,
     batch_mass,
     features,
+    log_features,
     observe,
     request_weights,
 )
@@ -104,7 +105,7 @@ def test_batch_mass_without_signals_is_the_calibrations():
 def test_features_of_one_request_are_relative_to_the_calibrations():
     request = signals([2.0, 0.0], norm=[6.0, 0.0], square=[32.0, 0.0], largest=[5.0, 0.0])
     known_LEUX = np.array([[[[1.0, 2.0, 4.0], [30.0, 40.0, 50.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]]])
-    x_XLEU, evidence_LEU = batch_features((request,), np.array([0.25]), known_LEUX)
+    x_XLEU, evidence_LEU = batch_features((request,), np.array([0.25]), log_features(known_LEUX))
     np.testing.assert_allclose(x_XLEU[:, 0, 0, 0], np.log([3.0, 2.0, 1.25]), rtol=1e-5)
     np.testing.assert_allclose(x_XLEU[:, 0, 0, 1], 0, atol=1e-5)
     np.testing.assert_array_equal(x_XLEU[:, 0, 1], 0)
@@ -116,7 +117,7 @@ def test_features_are_averaged_over_the_requests_that_have_them():
     """The first expert is known from both requests, weights 0.25 and 0.5, the second from the last alone."""
     first = signals([1.0, 0.0], norm=[2.0, 0.0], square=[4.0, 0.0], largest=[2.0, 0.0])
     last = signals([1.0, 3.0], norm=[5.0, 6.0], square=[25.0, 27.0], largest=[5.0, 4.0])
-    x_XLEU, evidence_LEU = batch_features((first, last), np.array([0.25, 0.5]), np.ones((1, 2, 2, 3)))
+    x_XLEU, evidence_LEU = batch_features((first, last), np.array([0.25, 0.5]), log_features(np.ones((1, 2, 2, 3))))
     np.testing.assert_array_equal(evidence_LEU[..., 0], [[0.75, 0.5]])
     np.testing.assert_allclose(x_XLEU[:, 0, 0, 0], [(math.log(2) + 2 * math.log(5)) / 3] * 3, rtol=1e-5)
     np.testing.assert_allclose(x_XLEU[:, 0, 1, 0], np.log([2.0, 3.0, 4.0]), rtol=1e-5)
@@ -126,10 +127,10 @@ def test_requests_merged_one_at_a_time_are_the_same(planning, monkeypatch):
     rng = np.random.default_rng(0)
     requests, weight_B = tuple(planning.make_signals(rng) for _ in range(5)), rng.random(5) / 5
     known_LEUX = rng.lognormal(size=(*planning.shape, 3))
-    x_XLEU, evidence_LEU = batch_features(requests, weight_B, known_LEUX)
+    x_XLEU, evidence_LEU = batch_features(requests, weight_B, log_features(known_LEUX))
     for cached_floats in (1, 2 * x_XLEU[0].size):
         monkeypatch.setattr(signals_module, "CACHED_FLOATS", cached_floats)
-        one_XLEU, one_LEU = batch_features(requests, weight_B, known_LEUX)
+        one_XLEU, one_LEU = batch_features(requests, weight_B, log_features(known_LEUX))
         np.testing.assert_allclose(one_XLEU, x_XLEU, atol=1e-5)
         np.testing.assert_allclose(one_LEU, evidence_LEU, rtol=1e-5)
 
@@ -137,7 +138,7 @@ def test_requests_merged_one_at_a_time_are_the_same(planning, monkeypatch):
 def test_a_block_without_calibration_features_has_none():
     known_LEUX = np.ones((1, 1, 2, 3))
     known_LEUX[0, 0, 1, 2] = np.nan
-    x_XLEU, evidence_LEU = batch_features((signals([2.0]),), np.ones(1), known_LEUX)
+    x_XLEU, evidence_LEU = batch_features((signals([2.0]),), np.ones(1), log_features(known_LEUX))
     np.testing.assert_array_equal(evidence_LEU, [[[1.0, 0.0]]])
     np.testing.assert_array_equal(x_XLEU[:, 0, 0, 1], 0)
     assert (x_XLEU[:, 0, 0, 0] != 0).any()
