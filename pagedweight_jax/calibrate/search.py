@@ -101,7 +101,7 @@ def search(
     Raises:
       UserError: the journal is of another subject, or damaged before its last line.
     """
-    known = _read(journal, subject)
+    known = _open(journal, subject)
     trials: dict[str, Trial] = {}
 
     def measure(what: str, function: Score, policies: Sequence[Policy]) -> list[Trial]:
@@ -213,18 +213,33 @@ def _append(journal: Path, what: str, trial: Trial) -> None:
         os.fsync(file.fileno())
 
 
-def _read(journal: Path, subject: str) -> dict[str, Trial]:
-    """Returns the journal's trials by key; begins it where there is none. A line that was cut short is taken out."""
-    if not journal.exists():
+def _open(journal: Path, subject: str) -> dict[str, Trial]:
+    """Returns the journal's trials by key; begins it where there is none. A line that was cut short is taken out.
+
+    Nothing is written to a file that is not this search's.
+    """
+    known = read_journal(journal, subject)
+    if journal.exists():
+        content = journal.read_bytes()
+        if (whole := _whole_lines(content)) != content:
+            os.truncate(journal, len(whole))
+    else:
         journal.parent.mkdir(parents=True, exist_ok=True)
         journal.write_text(json.dumps({"subject": subject}) + "\n", encoding="utf-8")
-    text = journal.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        journal.write_text(whole, encoding="utf-8")
+    return known
+
+
+def read_journal(journal: Path, subject: str) -> dict[str, Trial]:
+    """Returns the trials in the whole lines of a journal by key, none where there is no file.
+
+    Raises:
+      UserError: the file is no journal, of another subject, or damaged before its last line.
+    """
+    if not journal.exists():
+        return {}
     known = {}
     try:
-        head, *rows = map(json.loads, whole.splitlines())
+        head, *rows = map(json.loads, _whole_lines(journal.read_bytes()).splitlines())
         theirs = head["subject"]
         for row in rows:
             fields = {name: tuple(v) if isinstance(v, list) else v for name, v in row["policy"].items()}
@@ -235,3 +250,7 @@ def _read(journal: Path, subject: str) -> dict[str, Trial]:
     if theirs != subject:
         raise UserError(f"{journal}: of a search on {theirs!r}, not on {subject!r}; delete it or name another")
     return known
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]

@@ -111,6 +111,25 @@ def test_a_foreign_or_damaged_journal_is_refused(tmp_path):
         search(Landscape(), MOVES, journal, subject="one text")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"precious": 1}',
+        b"one line\nand one without an end",
+        b'{"subject": "another"}\n{"what": "tune", "pol',
+        b'{"subject": "valley"}\n{"what": "tune"}\n{"what": "tune", "pol',
+        "a song of Köln\n".encode("latin-1"),
+        b"",
+    ],
+)
+def test_a_file_that_is_not_this_search_s_is_left_as_it_was(tmp_path, content):
+    path = tmp_path / "manifest.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"not the journal of a policy search|of a search on 'another'"):
+        search(Landscape(), MOVES, path, subject="valley")
+    assert path.read_bytes() == content
+
+
 def test_a_pool_maps_the_trials_of_a_coordinate(tmp_path):
     sizes = []
 
