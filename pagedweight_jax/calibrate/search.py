@@ -245,7 +245,7 @@ def read_journal(journal: Path, subject: str) -> dict[str, Trial]:
             fields = {name: tuple(v) if isinstance(v, list) else v for name, v in row["policy"].items()}
             trial = Trial(policy=Policy(**fields), scores=tuple(row["scores"]))
             known[_key(row["what"], trial.policy)] = trial
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{journal}: not the journal of a policy search ({type(error).__name__}); delete it") from error
     if theirs != subject:
         raise UserError(f"{journal}: of a search on {theirs!r}, not on {subject!r}; delete it or name another")

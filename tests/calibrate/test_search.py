@@ -118,6 +118,7 @@ def test_a_foreign_or_damaged_journal_is_refused(tmp_path):
         b"one line\nand one without an end",
         b'{"subject": "another"}\n{"what": "tune", "pol',
         b'{"subject": "valley"}\n{"what": "tune"}\n{"what": "tune", "pol',
+        b'{"subject": "valley"}\n{"what": "tune", "policy": null, "scores": [1]}\n',
         "a song of Köln\n".encode("latin-1"),
         b"",
     ],
