@@ -11,7 +11,7 @@ calibrate`` writes the policy that serves.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -63,6 +63,12 @@ class Scorer:
         return next(self.many([policy]))
 
 
+def half_life_moves(policy: Policy) -> Iterator[Policy]:
+    """How fast a request's tokens are forgotten; an engine that scores whole windows feels it."""
+    for half_life_tokens in (256.0, 2048.0):
+        yield replace(policy, half_life_tokens=half_life_tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="paged, with what pagedweight calibrate measured")
@@ -94,7 +100,7 @@ def main() -> None:
         scorers = [Scorer(args.checkpoint, t, targets, args.batch, run, folders) for t in (tune, confirm)]
         result = search(
             scorers[0],
-            [lambda policy: [own], *default_moves(checkpoint.manifest.min_bits)],
+            [lambda policy: [own], *default_moves(checkpoint.manifest.min_bits), half_life_moves],
             args.journal,
             subject=subject,
             confirm=scorers[1],

@@ -186,16 +186,18 @@ def alpha_moves(policy: Policy) -> Iterator[Policy]:
         yield replace(policy, alpha=alpha)
 
 
-def memory_moves(policy: Policy) -> Iterator[Policy]:
-    """How fast a request's tokens are believed, and forgotten."""
-    for half_life_tokens in (256.0, 2048.0):
-        for prior_tokens in (64.0, 256.0, 1024.0):
-            yield replace(policy, half_life_tokens=half_life_tokens, prior_tokens=prior_tokens)
+def prior_moves(policy: Policy) -> Iterator[Policy]:
+    """How fast a request's tokens are believed."""
+    for prior_tokens in (64.0, 256.0, 1024.0):
+        yield replace(policy, prior_tokens=prior_tokens)
 
 
 def default_moves(min_bits: int) -> tuple[Moves, ...]:
-    """Returns all coordinates, the one that matters most first."""
-    return bucket_moves, alpha_moves, memory_moves, lambda policy: floor_moves(policy, min_bits), cap_moves
+    """Returns the coordinates that damage to single sequences depends on, the one that matters most first.
+
+    The half-life is none of them: nothing is forgotten within a sequence of calibration.
+    """
+    return bucket_moves, alpha_moves, prior_moves, lambda policy: floor_moves(policy, min_bits), cap_moves
 
 
 # The journal

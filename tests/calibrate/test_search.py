@@ -2,6 +2,7 @@
 """The policy search finds what there is, never loses to the neutral policy, and goes on where it was stopped."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -67,6 +68,16 @@ def test_neutral_stays_where_nothing_is_better(tmp_path):
         lambda p: (1 - 0.9 * policy_search.LEAST_GAIN * (p != NEUTRAL),), MOVES, tmp_path / "n", subject="n"
     )
     assert noise.policy == NEUTRAL
+
+
+@pytest.mark.parametrize("start", [NEUTRAL, Policy(half_life_tokens=500.0, prior_tokens=300.0, alpha=0.7)])
+@pytest.mark.parametrize(("name", "best"), [("alpha", 1.5), ("prior_tokens", 64.0), ("depth_caps", (1,))])
+def test_what_the_score_ignores_stays_as_it_was(tmp_path, start, name, best):
+    def score(policy):
+        return (1.0 + (getattr(policy, name) != best),)
+
+    result = search(score, MOVES, tmp_path / "journal", subject="s", start=start)
+    assert result.policy == replace(start, **{name: best})
 
 
 def test_what_other_text_does_not_confirm_is_not_returned(tmp_path):
