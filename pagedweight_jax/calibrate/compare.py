@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedweight_jax.calibrate.any_precision import positive_importance
+from pagedweight_jax.calibrate.fisher import row_weights
 from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
@@ -41,8 +42,8 @@ def compare_with_source(
 ) -> Comparison:
     """Returns how the pages' weighted errors, recomputed from the source, differ from the stored sensitivities.
 
-    Recomputed is eq. 2, sum_nc h_c (W_nc - W^b_nc)^2, with the stored importance and the weights that the pages give
-    at each bitwidth. Dense weights must be the source's.
+    Recomputed is eq. 2, sum_nc f_n h_c (W_nc - W^b_nc)^2, with the stored importance (and Fisher rows, if there are
+    any) and the weights that the pages give at each bitwidth. Dense weights must be the source's.
 
     Args:
       checkpoint: a paged checkpoint.
@@ -95,6 +96,10 @@ def _errors(checkpoint: PagedCheckpoint, sparse_layer: int, kind: int, w_ENC: np
     """Returns the weighted error of every block at every bitwidth, float64 [E, Q]."""
     manifest, layout = checkpoint.manifest, checkpoint.manifest.layouts()[kind]
     h_EC = positive_importance(checkpoint.importance(kind)[sparse_layer])
+    fisher_LEN = checkpoint.fisher(kind)
+    f_EN = np.ones(w_ENC.shape[:2])
+    if fisher_LEN is not None:
+        f_EN = row_weights(fisher_LEN[sparse_layer], checkpoint.uncalibrated[sparse_layer]).astype(np.float64)
     pages = [checkpoint.load_pages(sparse_layer, kind, page) for page in range(manifest.max_bits)]
     dequantize = jax.jit(lambda block: dequantize_pages(block, layout))
     error_EQ = np.empty((len(w_ENC), manifest.max_bits - manifest.min_bits + 1))
@@ -102,5 +107,5 @@ def _errors(checkpoint: PagedCheckpoint, sparse_layer: int, kind: int, w_ENC: np
         w_NC = w_ENC[e].astype(np.float64)
         for q, bits in enumerate(range(manifest.min_bits, manifest.max_bits + 1)):
             paged_NC = np.asarray(dequantize([jnp.asarray(page[e]) for page in pages[:bits]]))
-            error_EQ[e, q] = np.square(paged_NC - w_NC).sum(0) @ h_EC[e]
+            error_EQ[e, q] = f_EN[e] @ np.square(paged_NC - w_NC) @ h_EC[e]
     return error_EQ

@@ -11,6 +11,7 @@ from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.layer import convert_layer
 from pagedweight_jax.calibrate.prepare import MIN_TOKENS, Job, Report, check_disk, costs, prepare
 from pagedweight_jax.calibrate.stopwatch import Stopwatch
+from pagedweight_jax.calibrate.sweep import fisher_rows, sweep
 from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.draft import Draft, open_draft
@@ -31,8 +32,9 @@ def run(
     """Returns the finished checkpoint. The same inputs give the same arrays and the same manifest.
 
     Layer follows layer, the embedding first: its experts see the calibration tokens, are quantized and written, and the
-    hidden states that leave it are kept for the next one. A finished layer is never done again: after an interruption
-    or on a full disk, the same job goes on from ``out``.partial.
+    hidden states that leave it are kept for the next one. Fisher rows, if asked for, are measured before that (see
+    ``sweep``). A finished layer is never done again: after an interruption or on a full disk, the same job goes on from
+    ``out``.partial.
 
     Args:
       job: what ``prepare`` returned.
@@ -79,11 +81,15 @@ def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch
         with watch("write"):
             draft.commit("outer", [dense], {})
         del outer, dense
+    with_fisher = job.manifest.calibration.importance == "fisher"
+    if with_fisher and not draft.finished(_step(0)):
+        sweep(draft, job, hidden, progress, watch)
     for layer in range(config.num_layers):
         if not draft.finished(_step(layer)):
             with watch("read"):
                 w = hf.read_layer(source, layer)
-            arrays = convert_layer(w, job.manifest, layer, hidden, MIN_TOKENS, progress, watch)
+            fisher = fisher_rows(draft, layer) if with_fisher else {}
+            arrays = convert_layer(w, job.manifest, layer, hidden, fisher, MIN_TOKENS, progress, watch)
             del w
             with watch("write"):
                 draft.commit(_step(layer), *arrays)

@@ -19,7 +19,7 @@ from pagedweight_jax.calibrate.routed import error_sums, routed_experts
 from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
-from pagedweight_jax.models.transformer import decoder_layer
+from pagedweight_jax.models.transformer import Experts, decoder_layer
 from pagedweight_jax.models.weights import LayerWeights
 
 
@@ -39,26 +39,43 @@ class InputMoments:
     tokens_E: np.ndarray
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _run_batch(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.Array):
-    """Returns the batch's ``error_sums`` (None for a dense layer), and the layer's output."""
-    B, S, D = x_BSD.shape
-    act = activation(config.hidden_act)
+NO_HOISTING = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+"""XLA on a CPU multiplies 16-bit weights as float32, and would copy all experts at once, outside the loop over them."""
 
-    def attend(routed, layer, *qkv):
+
+def through_layer(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.Array, experts: Experts):
+    """Returns what ``experts`` carries (see ``transformer.Experts``), and what leaves the layer, [B, S, D]."""
+    B, S, D = x_BSD.shape
+
+    def attend(carry, layer, *qkv):
         def one_sequence(q_SHM, k_SJM, v_SJM):
             return dense_attention(q_SHM, k_SJM, v_SJM, config.head_dim**-0.5, config.windows[layer])
 
         o_BSHM = jax.vmap(one_sequence)(*(x.reshape(B, S, *x.shape[1:]) for x in qkv))
-        return routed, o_BSHM.reshape(B * S, *o_BSHM.shape[2:])
+        return carry, o_BSHM.reshape(B * S, *o_BSHM.shape[2:])
+
+    positions_T = jnp.tile(jnp.arange(S), B)
+    carry, x_TD = decoder_layer(config, layer, w, x_BSD.reshape(B * S, D), positions_T, None, attend, experts)
+    return carry, x_TD.reshape(B, S, D)
+
+
+def first_alike(config: ModelConfig, layer: int) -> int:
+    """Returns the first layer of the same shape and window: layers alike compile once."""
+    kinds = list(zip(config.sparse_layers, config.windows))
+    return kinds.index(kinds[layer])
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=NO_HOISTING)
+def _run_batch(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.Array):
+    """Returns the batch's ``error_sums`` (None for a dense layer), and the layer's output."""
+    act = activation(config.hidden_act)
 
     def experts(_, sparse_layer, *routed):
         return routed, routed_experts(*routed, w.mlp.experts, act)
 
-    positions_T = jnp.tile(jnp.arange(S), B)
-    routed, x_TD = decoder_layer(config, layer, w, x_BSD.reshape(B * S, D), positions_T, None, attend, experts)
-    sums = None if routed is None else error_sums(x_TD, *routed, w.mlp.experts, act)
-    return sums, x_TD.reshape(B, S, D)
+    routed, y_BSD = through_layer(config, layer, w, x_BSD, experts)
+    sums = None if routed is None else error_sums(y_BSD.reshape(-1, y_BSD.shape[2]), *routed, w.mlp.experts, act)
+    return sums, y_BSD
 
 
 def run_layer(
@@ -80,8 +97,7 @@ def run_layer(
       batches: the hidden states that enter it, [B, S, D], B whole sequences of S tokens; each new shape compiles once.
       emit: gets those that leave it, batch by batch.
     """
-    kinds = list(zip(config.sparse_layers, config.windows))
-    same = kinds.index(kinds[layer])  # layers alike compile once
+    same = first_alike(config, layer)
     w = jax.tree.map(jnp.asarray, w)
     E = config.num_experts
     gate_up_EC, down_EC = np.zeros((E, config.hidden_size)), np.zeros((E, config.moe_intermediate_size))
@@ -103,15 +119,15 @@ def run_layer(
 def importance(moments: InputMoments, min_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the columns' importance, gate_up float64[E, D] and down [E, F], and uncalibrated_E, bool[E].
 
-    An expert of fewer than ``min_tokens`` (at least 1) calibration tokens is uncalibrated: it counts as one that saw
-    ``min_tokens`` average tokens of its layer. A layer without any token counts all columns alike.
+    An expert of fewer than ``min_tokens`` (at least 1) calibration tokens is uncalibrated: it takes the average
+    importance of its layer's other experts, as if the text had used it as often as them. A layer without any
+    calibrated expert takes the average of all, one without any token counts all columns alike.
     """
-    min_tokens = max(min_tokens, 1)
-    uncalibrated_E = moments.tokens_E < min_tokens
+    uncalibrated_E = moments.tokens_E < max(min_tokens, 1)
+    measured_E = ~uncalibrated_E if not uncalibrated_E.all() else moments.tokens_E > 0
 
     def with_fallback(moment_EC):
-        layer_tokens = moments.tokens_E.sum()
-        share_C = moment_EC.sum(0) * min_tokens / layer_tokens if layer_tokens else 1.0
-        return np.where(uncalibrated_E[:, None], share_C, moment_EC)
+        average_C = moment_EC[measured_E].mean(axis=0) if measured_E.any() else 1.0
+        return np.where(uncalibrated_E[:, None], average_C, moment_EC)
 
     return with_fallback(moments.gate_up_EC), with_fallback(moments.down_EC), uncalibrated_E

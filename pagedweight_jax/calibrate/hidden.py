@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden states of all calibration tokens between two layers: one file for what enters a layer."""
+"""The hidden states of all calibration tokens between two layers: one file for what enters a layer.
+
+Gradients by the hidden states are kept in the same way.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,23 +21,25 @@ class HiddenStates:
     """Files of hidden states.
 
     Attributes:
-      folder: where they lie; ``{layer}.hidden`` holds what enters a layer.
+      folder: where they lie; ``{layer}.{suffix}`` holds what enters a layer.
       shape_NSD: of each: N sequences of S tokens.
       dtype: of each.
       ram_bytes: files up to this size are read into memory, larger ones are mapped.
+      suffix: what kind of states they are.
     """
 
     folder: Path
     shape_NSD: tuple[int, int, int]
     dtype: np.dtype
     ram_bytes: int
+    suffix: str = "hidden"
 
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape_NSD, dtype=np.int64)) * self.dtype.itemsize
 
     def _path(self, layer: int) -> Path:
-        return self.folder / f"{layer}.hidden"
+        return self.folder / f"{layer}.{self.suffix}"
 
     def read(self, layer: int) -> np.ndarray:
         """Returns what enters ``layer``, [N, S, D].
@@ -59,8 +64,12 @@ class HiddenStates:
             os.fsync(file.fileno())
         sync(self.folder)
 
+    def drop(self, layer: int) -> None:
+        """Removes what enters ``layer``, if it is there."""
+        self._path(layer).unlink(missing_ok=True)
+
     def drop_before(self, layer: int) -> None:
         """Removes what entered earlier layers."""
-        for path in self.folder.glob("*.hidden"):
+        for path in self.folder.glob(f"*.{self.suffix}"):
             if int(path.stem) < layer:
                 path.unlink()

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from pagedweight_jax.calibrate.any_precision import AnyPrecision, check_weights, quantize
+from pagedweight_jax.calibrate.fisher import row_weights
 from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.sensitivity import sensitivity
@@ -34,6 +35,7 @@ def convert_layer(
     manifest: PagedManifest,
     layer: int,
     hidden: HiddenStates,
+    fisher: Arrays,
     min_tokens: int,
     progress: Progress,
     watch: Stopwatch,
@@ -41,14 +43,15 @@ def convert_layer(
     """Returns the layer's arrays by name, place by place, and what calibration knows of its experts (none if dense).
 
     What calibration knows is, by the array's name behind ``calibration/``: sensitivity [E, U, Q], importance/gate_up
-    [E, D], importance/down [E, F], uncalibrated [E], tokens [E].
+    [E, D], importance/down [E, F], uncalibrated [E], tokens [E]; and ``fisher`` under fisher/.
 
     Args:
       w: its weights, with the experts.
       manifest: bits and layouts.
       layer: among all layers.
       hidden: holds what enters the layer; what leaves it is written there if a later layer needs it.
-      min_tokens: an expert of fewer calibration tokens counts as one of so many average tokens.
+      fisher: F of its linear-blocks' rows by kind, float32 [E, N] (see ``fisher``); empty to weight all rows alike.
+      min_tokens: an expert of fewer calibration tokens takes its layer's average importance.
       progress: see ``Progress``; the stages are calibrate and quantize.
       watch: told where the time goes.
 
@@ -59,7 +62,9 @@ def convert_layer(
         moments = _calibrate(manifest, layer, w, hidden, progress)
     groups, remember = [], {}
     if moments is not None:
-        pages, remember = _convert_experts(manifest, layer, w.mlp.experts, moments, min_tokens, progress, watch)
+        pages, remember = _convert_experts(
+            manifest, layer, w.mlp.experts, moments, fisher, min_tokens, progress, watch
+        )
         w = replace(w, mlp=replace(w.mlp, experts=None))
         groups.append(pages)
     groups.append({f"dense/layers.{layer}.{name}": leaf for name, leaf in named_leaves(w).items()})
@@ -92,6 +97,7 @@ def _convert_experts(
     layer: int,
     experts: ExpertWeights,
     moments: InputMoments,
+    fisher: Arrays,
     min_tokens: int,
     progress: Progress,
     watch: Stopwatch,
@@ -103,6 +109,7 @@ def _convert_experts(
     *importance_U, uncalibrated_E = importance(moments, min_tokens)
     pages, sensitivity_UEQ = {}, []
     remember = {"uncalibrated": uncalibrated_E, "tokens": moments.tokens_E}
+    remember |= {f"fisher/{name}": fisher_EN for name, fisher_EN in fisher.items()}
     if not all(np.isfinite(importance_EC).all() for importance_EC in importance_U):
         for w_ENC, name in zip((experts.gate_up_ENC, experts.down_ENC), KINDS):  # a bad weight spoils its layer's h
             check_weights(w_ENC, f"layer {layer} {name}")
@@ -113,7 +120,9 @@ def _convert_experts(
         w_ENC = (experts.gate_up_ENC, experts.down_ENC)[kind]
         with watch("quantize"):
             quantized = quantize(w_ENC, importance_EC, layout.min_bits, layout.max_bits, name=f"layer {layer} {name}")
-            sensitivity_UEQ.append(sensitivity(w_ENC, quantized, importance_EC, layout.min_bits, layout.max_bits))
+            f_EN = row_weights(fisher[name], uncalibrated_E) if fisher else None
+            s_EQ = sensitivity(w_ENC, quantized, importance_EC, layout.min_bits, layout.max_bits, f_EN)
+            sensitivity_UEQ.append(s_EQ)
         with watch("pack"):
             kind_pages = _pack(quantized, layout)
         pages |= {page_name(sparse_layer, kind, page): words for page, words in enumerate(kind_pages)}

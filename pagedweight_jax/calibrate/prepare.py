@@ -13,19 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from pagedweight_jax.calibrate.fisher import CHUNK_TOKENS
 from pagedweight_jax.calibrate.layer import BATCH_SEQUENCES
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
 from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.draft import check_output, nearest_folder
 from pagedweight_jax.checkpoint.layout import choose_frame_bytes
-from pagedweight_jax.checkpoint.manifest import FORMAT_VERSION, CalibrationRun, PagedManifest
+from pagedweight_jax.checkpoint.manifest import FORMAT_VERSION, IMPORTANCES, CalibrationRun, PagedManifest
 from pagedweight_jax.checkpoint.paged import partial_folder
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import without_experts
 from pallas_kernels.bitplane import LAYOUT_VERSION
 
 MIN_TOKENS = 32
-"""An expert routed fewer calibration tokens counts as one of so many average tokens of its layer."""
+"""An expert routed fewer calibration tokens takes its layer's average importance."""
 
 RAM_BYTES = 4 << 30
 """Hidden states up to this size are held in memory."""
@@ -86,7 +87,8 @@ class Costs:
       read_bytes: the source's weights.
       pages_bytes: the checkpoint's pages.
       dense_bytes: its other weights.
-      hidden_bytes: the hidden states of all calibration tokens; twice this is on the disk while a layer runs.
+      hidden_bytes: the hidden states of all calibration tokens; twice this is on the disk while a layer runs, and once
+        for each layer and twice more (gradients) while Fisher rows are measured.
       hidden_in_memory: they are held in memory as well, else mapped.
       layer_bytes: the weights of the largest layer.
       disk_bytes: the most that the conversion takes on the disk.
@@ -114,6 +116,7 @@ def prepare(
     samples: int = 100,
     sequence_length: int = 512,
     seed: int = 0,
+    importance: str = "inputs",
     overwrite: bool = False,
     ram_bytes: int = RAM_BYTES,
     report: Report = print,
@@ -128,6 +131,8 @@ def prepare(
       samples: calibration sequences.
       sequence_length: tokens of each.
       seed: of their choice.
+      importance: what an error is weighted by: "inputs", the inputs' second moments; "fisher", the squared gradients of
+        the loss at the outputs as well, for which every layer is read three times instead of once.
       overwrite: a paged checkpoint at ``out`` may be replaced.
       ram_bytes: hidden states beyond this are read from their file as they are needed.
       report: gets what the user should see.
@@ -135,6 +140,8 @@ def prepare(
     Raises:
       UserError: an unsupported or damaged model, bits outside 1..8, no text or too little of it, or ``out`` exists.
     """
+    if importance not in IMPORTANCES:
+        raise UserError(f"importance {importance!r}: one of {', '.join(IMPORTANCES)}")
     folder, out = Path(folder), Path(out)
     check_output(out, overwrite)
     config = hf.load_config(folder)
@@ -152,6 +159,7 @@ def prepare(
             seed=seed,
             min_tokens=MIN_TOKENS,
             uncalibrated_experts=0,
+            importance=importance,
         ),
         versions={package: version(package) for package in PACKAGES},
     )
@@ -172,23 +180,26 @@ def costs(job: Job) -> Costs:
     S = job.sequences_NS.shape[1]
     attention_bytes = 2 * BATCH_SEQUENCES * config.num_heads * S * S * 4  # scores and probabilities
     on_gpu = jax.default_backend() == "gpu"
-    # The layer as it was read and, without a GPU, as XLA has it, which multiplies 16-bit weights as float32; then
-    # beside it the codes, LUTs and pages.
-    float32_bytes = 4 * sum(kind_weights) if shapes.embed_VD.dtype.itemsize < 4 else 0
-    running_bytes = layer_bytes + (0 if on_gpu else layer_bytes + float32_bytes + attention_bytes)
+    # The layer as it was read and, without a GPU, as XLA has it; then beside it the codes, LUTs and pages.
+    running_bytes = layer_bytes + (0 if on_gpu else layer_bytes + attention_bytes)
     quantizing_bytes = layer_bytes + 2 * max(kind_weights) + layer_pages_bytes
     block_bytes = QUANTIZER_BYTES * max(layout.rows * layout.columns for layout in layouts)
     device_bytes = max(layer_bytes + attention_bytes, 6 * max(kind_weights) + block_bytes)
     outer_bytes = _nbytes(replace(shapes, layers=()))
+    with_fisher = job.manifest.calibration.importance == "fisher"
+    head_bytes = with_fisher * 4 * 4 * CHUNK_TOKENS * config.vocab_size  # logits, probabilities and their gradients
+    device_bytes = max(device_bytes, with_fisher * (outer_bytes + head_bytes))
+    top_bytes = outer_bytes * (1 if on_gpu or not with_fisher else 2) + head_bytes
+    scratch_bytes = hidden_bytes * (config.num_layers + 3 if with_fisher else 2)
     return Costs(
-        read_bytes=_nbytes(shapes),
+        read_bytes=_nbytes(shapes) * (3 if with_fisher else 1),
         pages_bytes=pages_bytes,
         dense_bytes=dense_bytes,
         hidden_bytes=hidden_bytes,
         hidden_in_memory=in_memory,
         layer_bytes=layer_bytes,
-        disk_bytes=pages_bytes + dense_bytes + 2 * hidden_bytes,
-        ram_bytes=PROGRAM_BYTES + max(running_bytes, quantizing_bytes, outer_bytes) + in_memory * hidden_bytes,
+        disk_bytes=pages_bytes + dense_bytes + scratch_bytes,
+        ram_bytes=PROGRAM_BYTES + max(running_bytes, quantizing_bytes, top_bytes) + in_memory * hidden_bytes,
         device_bytes=on_gpu * device_bytes,
     )
 

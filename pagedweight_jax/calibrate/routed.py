@@ -82,6 +82,54 @@ def hidden_squares(m_TD: jax.Array, ids_TK: jax.Array, experts: ExpertWeights, a
     return jax.lax.scan(run_block, jnp.zeros(ids_TK.size), blocks)[0].reshape(ids_TK.shape)
 
 
+def routed_backward(
+    y_gradient_TD: jax.Array,
+    m_TD: jax.Array,
+    ids_TK: jax.Array,
+    weights_TK: jax.Array,
+    experts: ExpertWeights,
+    act: Activation,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the gradients of m, float32[T, D], and of the routing weights, float32[T, K], and squares' sums.
+
+    Those are the sums over tokens of (d loss / d z_n)^2, float32, of gate_up's outputs z [E, 2F] and of down's [E, D].
+
+    Args:
+      y_gradient_TD: d loss / d y of what ``routed_experts`` returns.
+      m_TD, ids_TK, weights_TK, experts, act: what it was given.
+    """
+    num_experts, D, F = experts.down_ENC.shape
+    K = ids_TK.shape[1]
+
+    def run_block(sums, block):
+        m_gradient_TD, r_gradient_A, gate_up_EN, down_EN = sums
+        e, pairs_B = block
+        gate_BF, up_BF = _gate_and_up(_take(m_TD, pairs_B // K), experts.gate_up_ENC[e])
+        a_BF, slope_BF = jax.jvp(act, (gate_BF,), (jnp.ones_like(gate_BF),))
+        r_B1, y_gradient_BD = _take(weights_TK.reshape(-1), pairs_B)[:, None], _take(y_gradient_TD, pairs_B // K)
+        out_gradient_BF = matmul(y_gradient_BD, experts.down_ENC[e])  # of h, but for r
+        h_gradient_BF = r_B1 * out_gradient_BF
+        z_gradient_BN = jnp.concatenate([h_gradient_BF * up_BF * slope_BF, h_gradient_BF * a_BF], axis=-1)
+        m_gradient_BD = matmul(z_gradient_BN, experts.gate_up_ENC[e])
+        return (
+            m_gradient_TD.at[pairs_B // K].add(m_gradient_BD, mode="drop"),
+            r_gradient_A.at[pairs_B].set(jnp.sum(a_BF * up_BF * out_gradient_BF, axis=-1), mode="drop"),
+            gate_up_EN.at[e].add(jnp.sum(jnp.square(z_gradient_BN), axis=0)),
+            down_EN.at[e].add(jnp.sum(jnp.square(r_B1 * y_gradient_BD), axis=0)),
+        ), None
+
+    zeros = (
+        jnp.zeros(m_TD.shape),
+        jnp.zeros(ids_TK.size),
+        jnp.zeros((num_experts, 2 * F)),
+        jnp.zeros((num_experts, D)),
+    )
+    (m_gradient_TD, r_gradient_A, *squares), _ = jax.lax.scan(
+        run_block, zeros, _blocks_by_expert(ids_TK, num_experts)
+    )
+    return m_gradient_TD, r_gradient_A.reshape(ids_TK.shape), tuple(squares)
+
+
 def error_sums(
     x_TD: jax.Array,
     m_TD: jax.Array,

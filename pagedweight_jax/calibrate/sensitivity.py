@@ -15,9 +15,14 @@ from pagedweight_jax.calibrate.clusters import Array
 
 
 def sensitivity(
-    w_ENC: Array, ap: AnyPrecision, importance_EC: np.ndarray, min_bits: int, max_bits: int
+    w_ENC: Array,
+    ap: AnyPrecision,
+    importance_EC: np.ndarray,
+    min_bits: int,
+    max_bits: int,
+    row_weights_EN: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns float64[E, Q]: s_i^b = sum_nc h_c (W_nc - W^b_nc)^2 of every block, for b = min_bits .. max_bits.
+    """Returns float64[E, Q]: s_i^b = sum_nc f_n h_c (W_nc - W^b_nc)^2 of every block, for b = min_bits .. max_bits.
 
     Zero only if b bits (with float16 centroids) hold every weight exactly: h has the floor that the quantizer gave it.
 
@@ -26,13 +31,15 @@ def sensitivity(
       ap: their any-precision form; measured where it lies.
       importance_EC: h, each column's importance (see ``hessian``).
       min_bits, max_bits: the bitwidths, all of them in ``ap``.
+      row_weights_EN: f > 0, each row's weight (see ``fisher``); None for ones.
     """
     h_EC = positive_importance(importance_EC)
+    f_EN = np.ones(w_ENC.shape[:2]) if row_weights_EN is None else row_weights_EN.astype(np.float64)
     shifts = [ap.max_bits - bits for bits in range(min_bits, max_bits + 1)]
     luts = [ap.luts[bits] for bits in range(min_bits, max_bits + 1)]
     if isinstance(ap.codes_ENC, jax.Array):
         with jax.enable_x64(True):
-            return np.asarray(_errors_on_device(w_ENC, h_EC, ap.codes_ENC, luts, tuple(shifts)))
+            return np.asarray(_errors_on_device(w_ENC, h_EC, f_EN, ap.codes_ENC, luts, tuple(shifts)))
 
     def measure(e: int) -> list[np.ndarray]:
         error_Q = np.zeros(len(luts))
@@ -40,27 +47,31 @@ def sensitivity(
             chunk = slice(n, n + CHUNK_ROWS)
             lut_of = [lut_ENK[e, chunk] for lut_ENK in luts]
             w_RC = np.asarray(w_ENC[e, chunk], np.float32)
-            error_Q += _errors(np, w_RC, h_EC[e], ap.codes_ENC[e, chunk], lut_of, shifts)
+            error_Q += _errors(np, w_RC, h_EC[e], f_EN[e, chunk], ap.codes_ENC[e, chunk], lut_of, shifts)
         return error_Q
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return np.stack(list(pool.map(measure, range(len(w_ENC)))))
 
 
-def _errors(xp: ModuleType, w_RC: Array, h_C: Array, codes_RC: Array, luts: list[Array], shifts: list[int]) -> Array:
+def _errors(
+    xp: ModuleType, w_RC: Array, h_C: Array, f_R: Array, codes_RC: Array, luts: list[Array], shifts: list[int]
+) -> Array:
     errors = []
     for lut_RK, shift in zip(luts, shifts):
         R, K = lut_RK.shape
         index_RC = (codes_RC >> shift).astype(np.int64) + K * np.arange(R)[:, None]
         off_RC = lut_RK.reshape(-1).astype(np.float64)[index_RC] - w_RC
-        errors.append((off_RC * off_RC).sum(0) @ h_C)
+        errors.append(f_R @ (off_RC * off_RC) @ h_C)
     return xp.stack(errors)
 
 
 @partial(jax.jit, static_argnums=4)
-def _errors_on_device(w_ENC: jax.Array, h_EC: jax.Array, codes_ENC: jax.Array, luts: list[jax.Array], shifts: tuple):
+def _errors_on_device(
+    w_ENC: jax.Array, h_EC: jax.Array, f_EN: jax.Array, codes_ENC: jax.Array, luts: list[jax.Array], shifts: tuple
+):
     def errors(block):
-        w_NC, h_C, codes_NC, lut_of = block
-        return _errors(jnp, w_NC.astype(jnp.float64), h_C, codes_NC, lut_of, shifts)
+        w_NC, h_C, f_N, codes_NC, lut_of = block
+        return _errors(jnp, w_NC.astype(jnp.float64), h_C, f_N, codes_NC, lut_of, shifts)
 
-    return jax.lax.map(errors, (w_ENC, h_EC, codes_ENC, luts))
+    return jax.lax.map(errors, (w_ENC, h_EC, f_EN, codes_ENC, luts))

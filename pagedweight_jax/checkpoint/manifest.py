@@ -20,6 +20,7 @@ from pallas_kernels.bitplane import LAYOUT_VERSION, WORD_BYTES, BlockLayout
 FORMAT = "pagedweight"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+IMPORTANCES = ("inputs", "fisher")
 DENSE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -47,6 +48,7 @@ class CalibrationRun:
       seed: of the choice of sequences.
       min_tokens: an expert routed fewer tokens than this takes its layer's average importance.
       uncalibrated_experts: how many did.
+      importance: what an error is weighted by: "inputs", or "fisher": by the loss's gradient at its row as well.
     """
 
     text_sha256: str
@@ -55,6 +57,7 @@ class CalibrationRun:
     seed: int
     min_tokens: int
     uncalibrated_experts: int
+    importance: str = "inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,8 @@ def expected_arrays(manifest: PagedManifest) -> dict[str, tuple[tuple[int, ...],
             shape = (num_experts, layout.page_frames(page), layout.frame_words)
             expected |= {page_name(layer, kind, page): (shape, ("uint32",)) for layer in range(num_layers)}
         expected[f"calibration/importance/{KINDS[kind]}"] = ((num_layers, num_experts, layout.columns), ("float32",))
+        if manifest.calibration.importance == "fisher":
+            expected[f"calibration/fisher/{KINDS[kind]}"] = ((num_layers, num_experts, layout.rows), ("float32",))
     expected["calibration/sensitivity"] = ((num_layers, num_experts, len(KINDS), num_widths), ("float64",))
     expected["calibration/uncalibrated"] = ((num_layers, num_experts), ("bool",))
     expected["calibration/tokens"] = ((num_layers, num_experts), ("int64",))

@@ -6,7 +6,7 @@
     OUT/config.json, ...       the model's own configuration, tokenizer and texts
     OUT/arrays/pages/{l}       Orbax: ``pages/{l}/{kind}/{p}`` uint32 [E, page_frames, frame_words] of sparse layer l
     OUT/arrays/dense/{n}       Orbax: ``dense/{dotted path}`` of layer n; ``outer``: embedding, norm, head
-    OUT/arrays/calibration     Orbax: sensitivities, importances, coverage
+    OUT/arrays/calibration     Orbax: sensitivities, importances, coverage, Fisher rows if asked for
 
 A page array holds the exact words that go into the arena, stacked over experts: few large leaves load many times faster
 than one leaf per page. They are grouped by layer, so a writer holds one layer (see draft.py) and a reader reads what
@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from pathlib import Path
 
 import jax
@@ -51,6 +50,8 @@ READS_AHEAD = 8
 
 INDEX_BYTES = 20
 """What Zarr writes behind the one chunk of an array: where it begins, its size, and a checksum of these two."""
+
+ALIGNMENT = 64
 
 Place = tuple[int, int, int]
 """Sparse layer, kind of linear-block, page."""
@@ -115,8 +116,18 @@ def read_plain(group: Path, name: str, info: ArrayInfo) -> np.ndarray | None:
     chunk = "/".join(["c", *"0" * len(info.shape)])
     for file in group.glob(f"*/{name}/{chunk}"):
         if file.stat().st_size == info.nbytes + INDEX_BYTES:
-            return np.fromfile(file, info.dtype, prod(info.shape)).reshape(info.shape)
+            octets = _aligned_bytes(info.nbytes)
+            with file.open("rb") as stream:
+                stream.readinto(octets)
+            return octets.view(info.dtype).reshape(info.shape)
     return None
+
+
+def _aligned_bytes(size: int) -> np.ndarray:
+    """Returns uint8[size] whose address JAX's CPU backend asks for, to take an array over instead of copying it."""
+    octets = np.empty(size + ALIGNMENT, np.uint8)
+    start = -octets.ctypes.data % ALIGNMENT
+    return octets[start : start + size]
 
 
 @contextmanager
@@ -236,6 +247,11 @@ class PagedCheckpoint:
     def importance(self, kind: int) -> np.ndarray:
         """h of eq. 2, the importance of the columns of a linear-block kind, float32 [L, E, C]."""
         return self.load(f"calibration/importance/{KINDS[kind]}")
+
+    def fisher(self, kind: int) -> np.ndarray | None:
+        """The squared gradients of a linear-block kind's rows, float32 [L, E, N]; None if the choice was without."""
+        name = f"calibration/fisher/{KINDS[kind]}"
+        return self.load(name) if name in self.manifest.arrays else None
 
 
 def _open(path: Path) -> PagedCheckpoint:

@@ -93,6 +93,7 @@ def summarize(checkpoint: PagedCheckpoint) -> dict:
             "sequence_length": manifest.calibration.sequence_length,
             "seed": manifest.calibration.seed,
             "min_tokens": manifest.calibration.min_tokens,
+            "importance": manifest.calibration.importance,
             "experts": tokens_LE.size,
             "uncalibrated_experts": manifest.calibration.uncalibrated_experts,
             "tokens_per_expert": _tokens(tokens_LE),

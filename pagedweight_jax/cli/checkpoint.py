@@ -33,6 +33,13 @@ def add_verbs(verbs) -> None:
     verb.add_argument("--samples", type=int, default=100, help="calibration sequences (default 100)")
     verb.add_argument("--sequence-length", type=int, default=512, help="tokens of each (default 512)")
     verb.add_argument("--seed", type=int, default=0, help="of the choice of sequences (default 0)")
+    verb.add_argument(
+        "--importance",
+        choices=("inputs", "fisher"),
+        default="inputs",
+        help="what weights an error: inputs (their second moments), or fisher (the loss's gradient at each row as "
+        "well, which reads the weights three times) (default inputs)",
+    )
     verb.add_argument("--ram", type=parse_size, default="4GiB", help="hidden states held in memory (default 4GiB)")
     verb.add_argument("--overwrite", action="store_true", help="replace a paged checkpoint at OUT")
     verb.add_argument("--dry-run", action="store_true", help="say what it takes, read no weight, write nothing")
@@ -75,6 +82,7 @@ def convert(args: argparse.Namespace) -> int:
             samples=args.samples,
             sequence_length=args.sequence_length,
             seed=args.seed,
+            importance=args.importance,
             overwrite=args.overwrite,
             ram_bytes=args.ram,
             report=report,
@@ -194,7 +202,7 @@ def facts_table(summary: dict) -> Table:
         + ", ".join(f"{name} {b['rows']}x{b['columns']} takes {b['frames']}" for name, b in blocks.items()),
         "on disk": format_size(summary["disk_bytes"]),
         "calibration": f"{calibration['samples']} sequences of {calibration['sequence_length']} tokens, "
-        f"seed {calibration['seed']}, text {calibration['text_sha256'][:12]}",
+        f"seed {calibration['seed']}, text {calibration['text_sha256'][:12]}; importance: {calibration['importance']}",
         "coverage": f"{calibration['experts']} experts saw {tokens['fewest']} to {tokens['most']} tokens, median "
         f"{tokens['median']:.0f}; {missed} saw fewer than {calibration['min_tokens']}",
         "online policy": _policy_line(summary["policy"]),

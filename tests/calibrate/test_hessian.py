@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedweight_jax.calibrate import hessian
 from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.transformer import decoder_layer
-from pagedweight_jax.models.weights import MoEWeights, init_weights
+from pagedweight_jax.models.weights import MoEWeights, init_layer, init_weights
 
 
 def layers_on_text(weights, tokens_BS):
@@ -130,15 +131,28 @@ def test_text_twice_over_changes_nothing(tiny_weights, sequences):
         np.testing.assert_allclose(again, first, rtol=1e-12)
 
 
-def test_rare_experts_count_as_min_tokens_average_tokens_of_their_layer():
+def test_rare_experts_take_their_layers_average():
     moments = InputMoments(
-        gate_up_EC=np.array([[4.0, 1.0], [1.0, 3.0], [0.0, 0.0]]),
-        down_EC=np.array([[8.0], [2.0], [0.0]]),
-        tokens_E=np.array([30, 10, 0]),
+        gate_up_EC=np.array([[4.0, 1.0], [6.0, 3.0], [1.0, 9.0], [0.0, 0.0]]),
+        down_EC=np.array([[8.0], [2.0], [1.0], [0.0]]),
+        tokens_E=np.array([30, 30, 10, 0]),
     )
     gate_up_EC, down_EC, uncalibrated_E = importance(moments, 11)
-    np.testing.assert_array_equal(uncalibrated_E, [False, True, True])
-    mean = [11 * (4 + 1) / 40, 11 * (1 + 3) / 40]
-    np.testing.assert_allclose(gate_up_EC, [[4, 1], mean, mean], rtol=1e-15)
-    np.testing.assert_allclose(down_EC, [[8], [11 * 10 / 40], [11 * 10 / 40]], rtol=1e-15)
-    np.testing.assert_array_equal(importance(moments, 0)[2], [False, False, True])
+    np.testing.assert_array_equal(uncalibrated_E, [False, False, True, True])
+    np.testing.assert_array_equal(gate_up_EC, [[4, 1], [6, 3], [5, 2], [5, 2]])
+    np.testing.assert_array_equal(down_EC, [[8], [2], [5], [5]])
+    np.testing.assert_array_equal(importance(moments, 0)[2], [False, False, False, True])
+    np.testing.assert_array_equal(importance(moments, 31)[1], np.full((4, 1), 11 / 3))
+
+
+def test_experts_in_sixteen_bits_are_not_copied_to_float32(tiny_config):
+    """XLA on a CPU would: it multiplies them as float32, and takes that out of the loop over experts."""
+    config = tiny_config(num_experts=64, hidden_size=256, moe_intermediate_size=256, num_layers=1)
+    w = jax.eval_shape(lambda key: init_layer(config, 0, key, jnp.bfloat16), jax.random.key(0))
+    x_BSD = jax.ShapeDtypeStruct((2, 16, 256), jnp.bfloat16)
+    float32_bytes = 4 * 64 * 3 * 256 * 256
+    lowered = hessian._run_batch.lower(config, 0, w, x_BSD)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < float32_bytes / 8
+    if jax.default_backend() == "cpu":
+        hoisted = lowered.compile(compiler_options={"xla_disable_hlo_passes": ""})
+        assert hoisted.memory_analysis().temp_size_in_bytes > float32_bytes

@@ -66,8 +66,21 @@ def test_an_expert_without_tokens_is_never_free(tokens):
     s_EQ = sensitivity(w_ENC, quantize(w_ENC, gate_up_EC, 3, 8), gate_up_EC, 3, 8)
     assert (s_EQ > 0).all()
     error = (w_ENC[2].astype(np.float64) - dequantize(quantize(w_ENC, gate_up_EC, 3, 8), 3)[2]) ** 2
-    mean_C = h_EC[:2].sum(0) * 8 / sum(tokens) if any(tokens) else np.ones(64)
+    mean_C = h_EC[:2].mean(0) if any(tokens) else np.ones(64)
     assert s_EQ[2, 0] == pytest.approx(float((mean_C * error).sum()), rel=1e-9)
+
+
+def test_rows_are_weighted_where_weights_are_given():
+    w_ENC, h_EC = random_blocks(N=300)
+    ap = quantize(w_ENC, h_EC, 3, 5)
+    f_EN = np.random.default_rng(1).chisquare(1, w_ENC.shape[:2]).astype(np.float32)
+    s_EQ = sensitivity(w_ENC, ap, h_EC, 3, 5, f_EN)
+    for q, bits in enumerate((3, 4, 5)):
+        square_ENC = (w_ENC.astype(np.float64) - dequantize(ap, bits)) ** 2
+        np.testing.assert_allclose(s_EQ[:, q], np.einsum("en,ec,enc->e", f_EN, h_EC, square_ENC), rtol=1e-9)
+    assert not np.allclose(s_EQ, sensitivity(w_ENC, ap, h_EC, 3, 5, f_EN[:, ::-1]), rtol=1e-3)
+    ones_EQ = sensitivity(w_ENC, ap, h_EC, 3, 5, np.ones_like(f_EN))
+    np.testing.assert_array_equal(ones_EQ, sensitivity(w_ENC, ap, h_EC, 3, 5))
 
 
 def test_columns_without_importance_cannot_make_an_inexact_block_free():
