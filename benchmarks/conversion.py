@@ -1,86 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The computing of a full-size conversion: Qwen1.5-MoE-A2.7B with random weights is calibrated, quantized and packed.
+"""A full-size conversion, as ``pagedweight convert`` does it: reading, computing and writing apart.
 
-Every layer is drawn anew (in the place of reading it), goes through the converter's own code, and its pages are dropped
-(in the place of writing them), so no disk is needed and none is timed.
+    python benchmarks/random_source.py SOURCE              # Qwen1.5-MoE-A2.7B's shapes: 28.6 GB
+    python benchmarks/conversion.py SOURCE OUT             # 100 sequences of 512 tokens, 3 to 8 bits
 
-    python benchmarks/conversion.py                       # 24 layers of 60 experts, 100 sequences of 512 tokens
-    python benchmarks/conversion.py --layers 1 --experts 4 --samples 4
+The source is dropped from the page cache first. OUT is removed at the end.
 """
 
 import argparse
 import resource
-import tempfile
+import shutil
 import time
-from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from random_checkpoint import RandomCheckpoint, qwen_moe_config
+from loading import drop_caches
 from record import append_result
 
-from pagedweight_jax.calibrate.hidden import HiddenStates
-from pagedweight_jax.calibrate.layer import convert_layer
-from pagedweight_jax.calibrate.prepare import MIN_TOKENS, device_peak_bytes
+from pagedweight_jax.calibrate.convert import run
+from pagedweight_jax.calibrate.prepare import costs, device_peak_bytes, prepare
 from pagedweight_jax.calibrate.stopwatch import Stopwatch
-from pagedweight_jax.checkpoint.paged import no_progress
-from pagedweight_jax.models.weights import LayerWeights, init_weights
 
-
-@partial(jax.jit, static_argnums=0)
-def _random_layer(config, key: jax.Array) -> LayerWeights:
-    return init_weights(config, key, jnp.bfloat16).layers[0]
+COMPUTE = ("calibrate", "quantize", "pack")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--experts", type=int, default=60)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, nargs=2, default=(3, 8))
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--importance", default="inputs")
     parser.add_argument("--results", default="benchmarks/results/conversion.jsonl")
     args = parser.parse_args()
 
-    config = qwen_moe_config(args.layers, args.experts, vocab_size=1024)
-    manifest = RandomCheckpoint.make(config, *args.bits).manifest
-    one_layer, watch = qwen_moe_config(1, args.experts, vocab_size=1024), Stopwatch()
-    layers, pages_bytes, first = [], 0, None
-    with tempfile.TemporaryDirectory() as folder:
-        shape_NSD = (args.samples, args.sequence_length, config.hidden_size)
-        hidden = HiddenStates(Path(folder), shape_NSD, np.dtype(jnp.bfloat16), 1 << 40)
-        rng = np.random.default_rng(0)
-        with hidden.write(0) as emit:
-            for _ in range(args.samples):
-                emit(rng.standard_normal(shape_NSD[1:], np.float32).astype(jnp.bfloat16))
-        for layer in range(args.layers):
-            start = time.perf_counter()
-            with watch("read"):
-                w = jax.device_get(_random_layer(one_layer, jax.random.key(layer, impl="rbg")))
-            layer_weights = sum(leaf.size for leaf in jax.tree.leaves(w))
-            groups, _ = convert_layer(w, manifest, layer, hidden, MIN_TOKENS, no_progress, watch)
-            pages_bytes += sum(page.nbytes for page in groups[0].values())
-            del w, groups
-            layers.append(time.perf_counter() - start)
-            first = first or dict(watch.seconds)
-            so_far = ", ".join(f"{stage} {spent:.2f}" for stage, spent in watch.seconds.items())
-            print(f"layer {layer}: {layers[-1]:.2f} s; so far {so_far}", flush=True)
-            hidden.drop_before(layer + 1)
-    record = {"layers": args.layers, "experts": args.experts, "bits": list(args.bits), "samples": args.samples}
-    record["weights"] = args.layers * args.experts * sum(layout.rows * layout.columns for layout in manifest.layouts())
-    record["seconds"] = {name: watch.seconds[name] for name in ("calibrate", "quantize", "pack")}
-    record["compute_s"] = sum(record["seconds"].values())
-    record["first_layer_s"] = {name: first[name] for name in record["seconds"]}
-    record["pages_bytes"] = pages_bytes
-    record["layer_float32_bytes"] = 4 * layer_weights
-    record["hidden_bytes"] = hidden.nbytes
+    start, watch, reached = time.perf_counter(), Stopwatch(), {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        layer = done * job.manifest.config.num_layers // total
+        if reached.get(stage) != layer:
+            reached[stage] = layer
+            so_far = ", ".join(f"{name} {spent:.1f}" for name, spent in watch.seconds.items())
+            print(f"{time.perf_counter() - start:6.1f} s: {stage} {layer}; {so_far}", flush=True)
+
+    drop_caches(list(args.source.glob("*.safetensors")))
+    options = {"samples": args.samples, "sequence_length": args.sequence_length, "importance": args.importance}
+    job = prepare(args.source, args.out, bits=tuple(args.bits), **options)
+    expected = costs(job)
+    checkpoint = run(job, progress=progress, watch=watch)
+    wall_s = time.perf_counter() - start
+    config, layouts = job.manifest.config, job.manifest.layouts()
+    record = {"layers": config.num_layers, "experts": config.num_experts, "bits": list(args.bits), **options}
+    record["weights"] = config.num_layers * config.num_experts * sum(layout.rows * layout.columns for layout in layouts)
+    record["seconds"] = watch.seconds
+    record["compute_s"] = sum(watch.seconds[stage] for stage in COMPUTE)
+    record["wall_s"] = wall_s
+    record["read_bytes"], record["hidden_bytes"] = expected.read_bytes, expected.hidden_bytes
+    record["written_bytes"] = sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file())
+    weight_bytes = job.source.shapes.embed_VD.dtype.itemsize
+    record["layer_float32_bytes"] = expected.layer_bytes // weight_bytes * 4
     record["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held_bytes = record["peak_host_bytes"] - expected.hidden_bytes * expected.hidden_in_memory
+    record["peak_layers"] = held_bytes / record["layer_float32_bytes"]
+    record["expected_host_bytes"], record["expected_device_bytes"] = expected.ram_bytes, expected.device_bytes
     record["peak_device_bytes"] = device_peak_bytes()
     for name, value in record.items():
         print(f"{name:20} {value}")
     append_result(args.results, "conversion", record)
+    shutil.rmtree(args.out)
 
 
 if __name__ == "__main__":

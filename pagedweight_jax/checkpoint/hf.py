@@ -90,7 +90,7 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
     files, paths = _open_tensors(folder)
     shapes = abstract_weights(config)
     arrays = named_leaves(shapes)
-    expected = dict(part for path, leaf in arrays.items() for part in _parts(config, files, path, leaf.shape))
+    expected = dict(part for path, leaf in arrays.items() for part in parts(config, files, path, leaf.shape))
     skipped = set()
     for pattern, reason in _skip_rules(config).items():
         names = sorted(name for name in files.keys() - expected.keys() if re.fullmatch(pattern, name))
@@ -109,7 +109,7 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
             raise UserError(f"{folder}: tensor {name} is {header.get_dtype()}; supported: {', '.join(_DTYPES)}")
     leaves = []
     for path, leaf in arrays.items():
-        name, _ = _parts(config, files, path, leaf.shape)[0]
+        name, _ = parts(config, files, path, leaf.shape)[0]
         leaves.append(jax.ShapeDtypeStruct(leaf.shape, _DTYPES[files[name].get_slice(name).get_dtype()]))
     return Source(folder, config, paths, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
@@ -166,10 +166,17 @@ def _locate(config: ModelConfig, path: str) -> tuple[TensorSource, str]:
     return FAMILIES[config.family].tensors[key], match[1]
 
 
-def _parts(
+def parts(
     config: ModelConfig, files: Container[str], path: str, shape: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """(tensor name, shape in the file) of what makes up the array at ``path``: routed experts one by one, or fused."""
+    """Returns (tensor name, shape in the file) of everything that makes up an array of ``Weights``.
+
+    Args:
+      config: the model.
+      files: holds the names of the folder's tensors; experts come one by one unless a fused one is among them.
+      path: the array's dotted path.
+      shape: of the array.
+    """
     entry, layer = _locate(config, path)
     if entry.fused and (fused := entry.fused.format(layer=layer)) in files:
         return [(fused, shape)]
@@ -189,11 +196,11 @@ def _read(source: Source, prefix: str, shapes: Any, dtype) -> Any:
 
     def read_leaf(path, shape):
         entry, _ = _locate(source.config, path)
-        names = [name for name, _ in _parts(source.config, source.files, path, shape)]
+        names = [name for name, _ in parts(source.config, source.files, path, shape)]
         tensors = _tensors(source, names)
         first = next(tensors)
         if entry.form == "transposed":
-            first = first.T
+            first = _transposed(first)
         if len(names) == 1:
             return first.reshape(shape).astype(dtype or first.dtype, order="C", copy=False)
         stacked = np.empty((len(names), *first.shape), dtype or first.dtype)
@@ -203,6 +210,14 @@ def _read(source: Source, prefix: str, shapes: Any, dtype) -> Any:
 
     leaves = [read_leaf(prefix + path, leaf.shape) for path, leaf in named_leaves(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _transposed(x_NC: np.ndarray) -> np.ndarray:
+    """Returns the transpose, in C order: some rows at a time, which is up to ten times as fast as numpy's copy."""
+    x_CN = np.empty(x_NC.shape[::-1], x_NC.dtype)
+    for n in range(0, len(x_NC), 32):
+        x_CN[:, n : n + 32] = x_NC[n : n + 32].T
+    return x_CN
 
 
 def _tensors(source: Source, names: list[str]) -> Iterator[np.ndarray]:
