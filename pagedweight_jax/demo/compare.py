@@ -14,8 +14,8 @@ import numpy as np
 
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress
 from pagedweight_jax.checkpoint.summary import summarize
-from pagedweight_jax.demo.serve import settle
 from pagedweight_jax.evaluate.perplexity import Perplexity, perplexity, score_served
+from pagedweight_jax.evaluate.pressure import rest
 from pagedweight_jax.models.weights import Weights
 from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.engine import Engine
@@ -92,7 +92,7 @@ def compare(
         )
 
     measure("paged", ledger.total_bytes, None)
-    settle(engine)
+    rest(engine)
     engine.freeze()
     for width in reversed(summary["widths"]):
         bits = width["bits"]

@@ -10,17 +10,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pagedweight_jax.demo.style import BLUE, ORANGE, RATE_BOUNDARIES, SKY
 from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.events import BoundaryEvent
 from pagedweight_jax.serving.request import Request
 from pagedweight_jax.units import format_size
 
-WEIGHTS, KV, RELEASING, FREE, FIXED = "#0072B2", "#E69F00", "#56B4E9", "grey30", "grey50"
-"""Okabe and Ito's colours, as in the figure."""
-
+FREE, FIXED = "grey30", "grey50"
 BLOCKS = "▁▂▃▄▅▆▇█"
 LINE_BOUNDARIES = 10
-RATE_BOUNDARIES = 8
 TEXT_TOKENS = 60
 
 
@@ -64,9 +62,9 @@ class LiveView:
         fixed_bytes = ledger.total_bytes - ledger.arena_bytes
         parts = [
             ("fixed", fixed_bytes, FIXED),
-            ("weights", event.weight_bytes, WEIGHTS),
-            ("KV cache", event.kv_bytes, KV),
-            ("releasing", event.releasing_bytes, RELEASING),
+            ("weights", event.weight_bytes, BLUE),
+            ("KV cache", event.kv_bytes, ORANGE),
+            ("releasing", event.releasing_bytes, SKY),
             ("free", event.free_bytes + ledger.budget_bytes - ledger.total_bytes, FREE),
         ]
         facts = Table.grid(padding=(0, 2))
@@ -131,7 +129,7 @@ def _sparkline(events: Sequence[BoundaryEvent], width: int) -> Text:
     low, high = min(bits), max(bits)
     stride = -(-len(bits) // width)
     heights = [round((value - low) / max(high - low, 1e-9) * (len(BLOCKS) - 1)) for value in bits[::stride]]
-    return Text("".join(BLOCKS[height] for height in heights), style=WEIGHTS)
+    return Text("".join(BLOCKS[height] for height in heights), style=BLUE)
 
 
 def _widths(event: BoundaryEvent) -> str:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run itself: requests come at their boundaries, the engine steps, and at the end the weights come back."""
 
-import time
 from collections.abc import Callable, Sequence
 
 from pagedweight_jax.demo.workload import Arrival
-from pagedweight_jax.paging.table import IN_TRANSFER
+from pagedweight_jax.evaluate.pressure import rest
 from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.request import Request, SamplingParams
-
-IDLE_SECONDS = 0.01
 
 
 def serve(engine: Engine, arrivals: Sequence[Arrival], on_step: Callable[[list[Request]], None]) -> list[Request]:
@@ -29,17 +26,5 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], on_step: Callable[[list[R
         engine.step()
         boundary += 1
         on_step(requests)
-    settle(engine, lambda: on_step(requests))
+    rest(engine, lambda: on_step(requests))
     return requests
-
-
-def settle(engine: Engine, on_step: Callable[[], None] = lambda: None) -> None:
-    """Steps an idle engine until no page is on its way and the planner, its hysteresis over, asks for none."""
-    quiet = 0
-    while quiet <= engine.config.planner.hysteresis_boundaries:
-        time.sleep(IDLE_SECONDS)  # an idle server has nothing to do but wait for its pages
-        engine.step()
-        event = engine.events[-1]
-        moving = event.raised or event.reloads_started or (engine.residency.table.state_LEUP == IN_TRANSFER).any()
-        quiet = 0 if moving else quiet + 1
-        on_step()

@@ -7,17 +7,15 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from pagedweight_jax.demo.style import BLUE, GREEN, ORANGE, RATE_BOUNDARIES, SKY, VERMILION
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.serving.events import BoundaryEvent
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-BLUE, ORANGE, SKY, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#D9D9D9"
-"""Okabe and Ito's palette: told apart by colour-blind eyes too."""
-
+GREY = "#D9D9D9"
 MIB = 2**20
-RATE_BOUNDARIES = 6
 
 
 def draw_timeline(events: Sequence[BoundaryEvent], path: Path, title: str = "") -> None:

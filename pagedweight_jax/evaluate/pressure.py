@@ -7,6 +7,7 @@ windows the engine rests until its weights are back. A frozen engine is scored a
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ def score_under_pressure(
     )
 
 
-def rest(engine) -> None:
+def rest(engine, on_step: Callable[[], None] = lambda: None) -> None:
     """Steps an idle engine until no page is on its way and the planner, its hysteresis over, asks for none."""
     quiet = 0
     while quiet <= engine.config.planner.hysteresis_boundaries:
@@ -104,3 +105,4 @@ def rest(engine) -> None:
         event = engine.events[-1]
         moving = event.raised or event.reloads_started or (engine.residency.table.state_LEUP == IN_TRANSFER).any()
         quiet = 0 if moving else quiet + 1
+        on_step()
