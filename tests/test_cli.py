@@ -48,7 +48,7 @@ def test_convert_says_what_it_did(run_cli, hf_folder, tmp_path):
 
 
 def test_a_dry_run_reads_no_weight_and_writes_nothing(run_cli, hf_folder, converted, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedweight_jax.checkpoint.hf._tensors", None)
+    monkeypatch.setattr("pagedweight_jax.checkpoint.hf.read_into", None)
     code, out, _ = run_cli("convert", hf_folder, tmp_path / "out", *SMALL, "--dry-run", "--json", "--ram", "100KiB")
     assert code == 0
     assert list(tmp_path.iterdir()) == []

@@ -7,9 +7,8 @@ every shape is as the configuration says. All of that is checked on the files' h
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from pagedweight_jax.checkpoint.dense import abstract_weights, named_leaves
+from pagedweight_jax.checkpoint.tensors import read_into
 from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.families import FAMILIES, TensorSource, config_from_hf, eos_token_ids
@@ -84,7 +84,7 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
 
     Raises:
       UserError: files are missing, damaged or ambiguous; tensors are missing, left over, duplicated, or have another
-        shape or dtype than F32, F16, BF16.
+        shape or dtype than F32, F16, BF16, or experts of one layer have several.
     """
     folder = Path(folder)
     files, paths = _open_tensors(folder)
@@ -102,15 +102,19 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
         problems = [f"missing {_some(missing)}"] * bool(missing) + [f"left over {_some(left_over)}"] * bool(left_over)
         raise UserError(f"{folder}: the tensors do not match config.json: {'; '.join(problems)}")
     for name, shape in expected.items():
-        header = files[name].get_slice(name)
+        header = files[name].get_slice(name)  # reads no weight
         if tuple(header.get_shape()) != shape:
             raise UserError(f"{folder}: tensor {name} has shape {tuple(header.get_shape())}, expected {shape}")
         if header.get_dtype() not in _DTYPES:
             raise UserError(f"{folder}: tensor {name} is {header.get_dtype()}; supported: {', '.join(_DTYPES)}")
     leaves = []
     for path, leaf in arrays.items():
-        name, _ = parts(config, files, path, leaf.shape)[0]
-        leaves.append(jax.ShapeDtypeStruct(leaf.shape, _DTYPES[files[name].get_slice(name).get_dtype()]))
+        dtypes = {name: files[name].get_slice(name).get_dtype() for name, _ in parts(config, files, path, leaf.shape)}
+        first, dtype = next(iter(dtypes.items()))
+        for name, other in dtypes.items():
+            if other != dtype:
+                raise UserError(f"{folder}: tensor {name} is {other}, but {first} beside it is {dtype}")
+        leaves.append(jax.ShapeDtypeStruct(leaf.shape, _DTYPES[dtype]))
     return Source(folder, config, paths, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
@@ -128,7 +132,7 @@ def read_outer(source: Source, dtype=None) -> Weights:
     tensors = FAMILIES[source.config.family].tensors
     (embed,), (head,) = tensors["embed_VD"].names, tensors["lm_head_DV"].names
     tied = source.config.tie_word_embeddings and head in source.files
-    if tied and not np.array_equal(*_tensors(source, [embed, head])):
+    if tied and not np.array_equal(*(_open_file(source.files[name]).get_tensor(name) for name in (embed, head))):
         raise UserError(f"{source.folder}: tie_word_embeddings is set, but {head} differs from {embed}")
     return outer
 
@@ -193,22 +197,18 @@ def parts(
 
 def _read(source: Source, prefix: str, shapes: Any, dtype) -> Any:
     """Returns the tree ``shapes`` with its arrays read. ``prefix`` is its dotted path in ``Weights``."""
-
-    def read_leaf(path, shape):
-        entry, _ = _locate(source.config, path)
-        names = [name for name, _ in parts(source.config, source.files, path, shape)]
-        tensors = _tensors(source, names)
-        first = next(tensors)
-        if entry.form == "transposed":
-            first = _transposed(first)
-        if len(names) == 1:
-            return first.reshape(shape).astype(dtype or first.dtype, order="C", copy=False)
-        stacked = np.empty((len(names), *first.shape), dtype or first.dtype)
-        for i, tensor in enumerate(chain([first], tensors)):
-            stacked[i] = tensor
-        return stacked.reshape(shape)
-
-    leaves = [read_leaf(prefix + path, leaf.shape) for path, leaf in named_leaves(shapes).items()]
+    stacks, wanted = {}, []
+    for path, leaf in named_leaves(shapes).items():
+        found = parts(source.config, source.files, prefix + path, leaf.shape)
+        stacks[path] = np.empty((len(found), *found[0][1]), leaf.dtype)
+        wanted += [(source.files[name], name, array) for (name, _), array in zip(found, stacks[path])]
+    read_into(wanted)
+    leaves = []
+    for path, leaf in named_leaves(shapes).items():
+        stack = stacks.pop(path)
+        if _locate(source.config, prefix + path)[0].form == "transposed":
+            stack = _transposed(stack[0])
+        leaves.append(stack.reshape(leaf.shape).astype(dtype or leaf.dtype, copy=False))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
@@ -218,12 +218,6 @@ def _transposed(x_NC: np.ndarray) -> np.ndarray:
     for n in range(0, len(x_NC), 32):
         x_CN[:, n : n + 32] = x_NC[n : n + 32].T
     return x_CN
-
-
-def _tensors(source: Source, names: list[str]) -> Iterator[np.ndarray]:
-    """Yields these tensors in turn."""
-    files = {path: _open_file(path) for path in {source.files[name] for name in names}}
-    return (files[source.files[name]].get_tensor(name) for name in names)
 
 
 def _open_tensors(folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:

@@ -192,6 +192,26 @@ def test_a_wrong_dtype_is_refused(single):
     assert f"tensor {EXPERT} is I8; supported: F32, F16, BF16" in error_of(single)
 
 
+def test_experts_of_several_dtypes_are_refused(single):
+    edit(single / SINGLE, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.float16)}))
+    with pytest.raises(UserError, match=f"tensor {EXPERT} is F16, but model.layers.2.mlp.experts.0.* beside it is F32"):
+        open_source(single, load_config(single))
+
+
+@pytest.mark.parametrize("how", ["cut short", "another shape", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_noticed(single, how):
+    source = open_source(single, load_config(single))
+    if how == "cut short":
+        (single / SINGLE).write_bytes((single / SINGLE).read_bytes()[:-64])
+    elif how == "another shape":
+        edit(single / SINGLE, lambda tensors: tensors.update({EXPERT: tensors[EXPERT][:-1]}))
+    else:
+        edit(single / SINGLE, lambda tensors: tensors.pop(EXPERT))
+    last_or_edited = (lambda: read_outer(source)) if how == "cut short" else (lambda: read_layer(source, 2))
+    with pytest.raises(UserError, match=rf"{SINGLE}: tensor \S+ is cut short or has changed while it was read"):
+        last_or_edited()
+
+
 def test_a_tensor_in_two_shards_is_refused(sharded, saved):
     weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
     other = next(name for name in sorted(set(weight_map.values())) if name != weight_map[EXPERT])
