@@ -73,8 +73,8 @@ def norm_route_and_gate(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (m, weights, ids, h, factor): ``norm_and_route`` and the first half of the shared expert, in one kernel.
 
-    ``h = act(m @ gate) * (m @ up)``, [T, F] in x's dtype, and ``factor = sigmoid(m . shared_gate)``, float32[T, 1]: what
-    ``pallas_kernels.dense.api.project_add`` needs for the other half. Reading the shared expert hides the routing.
+    ``h = act(m @ gate) * (m @ up)``, [T, F] in x's dtype, and ``factor = sigmoid(m . shared_gate)``, float32[T, 1], are
+    what ``pallas_kernels.dense.api.project_add`` needs for the other half. Reading its weights hides the routing.
 
     Args: as of ``norm_and_route``, and
       shared: gate [D, F], up [D, F] and shared_gate [D].

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block of columns of ``norm(x) @ w`` for a few rows x: the loop that all dense kernels share.
+
+A program runs down the rows of its block of w with a pipeline of 16-byte loads in flight and multiplies on tensor
+cores, token rows padded to 16 or 64. Sums of one matrix are added in one order, whatever the number of rows (up to 16,
+or up to 64) and whatever is in the others. The norm needs no pass of its own: with s_t = 1 / sqrt(mean(x_t^2) + eps),
+norm(x) @ w is s_t ((x * norm) @ w) but for rounding, and the program that multiplies a row sees all of it.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._triton import load
+
+FEW_TOKENS = 16
+"""Rows of a tensor core's instruction."""
+
+MAX_TOKENS = 64
+"""More rows than that are no longer few: the matrix is not what bounds the time."""
+
+FULL_DEVICE = 128
+"""Programs that keep an H200 of 132 SMs busy."""
+
+TILE_BYTES = 8192
+"""Of a matrix in a step: three in flight for one program an SM are what its share of the memory's latency takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a product is cut into programs.
+
+    Attributes:
+      columns: of the matrix that a program takes, a power of two, at least 16.
+      depth: rows of the matrix in a step, a power of two, at least 16.
+      ways: stretches of the contraction that a program sums side by side, then in a tree; they make the chain of
+        dependent instructions shorter. Taken as 1 where they do not divide the contraction.
+      num_warps, num_stages: a power of two, and the depth of the pipeline of loads; one step less is in flight.
+    """
+
+    columns: int
+    depth: int
+    ways: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def choose_cut(num_tokens: int, num_columns: int, operand) -> Cut:
+    """Returns the cut of matrices of ``num_columns`` in all: as wide as still gives every SM a program."""
+    rows, itemsize = padded_rows(num_tokens), jnp.dtype(operand).itemsize
+    narrowest = 16 if rows == FEW_TOKENS else 32
+    fitting = [columns for columns in (128, 64, 32) if num_columns >= columns * FULL_DEVICE]
+    columns = max(narrowest, fitting[0] if fitting else 16)
+    depth = max(16, min(256, TILE_BYTES // (max(columns, rows) * itemsize)))
+    return Cut(columns=columns, depth=depth)
+
+
+def padded_rows(num_tokens: int) -> int:
+    """Returns the token rows of a program, of which there is one per block of columns."""
+    return FEW_TOKENS if num_tokens <= FEW_TOKENS else MAX_TOKENS
+
+
+def operand_dtype(*arrays):
+    """Returns what is multiplied in: bfloat16 where all arrays have it, else float32."""
+    return jnp.dtype("bfloat16" if all(a.dtype == jnp.bfloat16 for a in arrays) else "float32")
+
+
+def dot(x, y):
+    """Returns the float32 product of two tiles; exact products, also of float32 operands."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def block_columns(block, cut: Cut) -> jax.Array:
+    """Returns the columns of a block."""
+    return block * cut.columns + jnp.arange(cut.columns, dtype=jnp.int32)
+
+
+def block_place(shape: tuple[int, int], column_N: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Returns (index, mask) of a block of columns of an array [tokens, columns], with the rows of a program."""
+    row_R1 = jnp.arange(padded_rows(shape[0]), dtype=jnp.int32)[:, None]
+    return (row_R1, column_N[None]), (row_R1 < shape[0]) & (column_N < shape[1])[None]
+
+
+def _read(ref, row, column, limits):
+    """Loads a tile; ``limits`` are (index, limit) pairs, and what lies beyond one is 0."""
+    masks = [index < limit for index, limit in limits]
+    if not masks:
+        return ref[row, column]
+    shape = jnp.broadcast_shapes(row.shape, column.shape)
+    mask = jnp.broadcast_to(masks[0] if len(masks) == 1 else masks[0] & masks[1], shape)
+    return load(ref.at[row, column], mask=mask, other=0.0)
+
+
+def _tree_sum(parts):
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + parts[len(parts) // 2 * 2 :]
+    return parts[0]
+
+
+def multiply(x, weights, column_N: jax.Array, cut: Cut, *, norm=None, transposed: bool = False):
+    """Returns (``(x * norm) @ w`` for each matrix, float32[R, N]; the sums of squares of x, float32[R, 1], or None).
+
+    Args:
+      x: reference to the token rows [T, C].
+      weights: references to matrices [C, N] of one shape, or [N, C] where ``transposed``.
+      column_N: the block's columns.
+      cut: how programs are cut.
+      norm: reference to the norm's weights [C], or None: then there are no sums of squares.
+    """
+    num_tokens, depth_total = x.shape
+    num_columns = weights[0].shape[0 if transposed else 1]
+    rows, depth, operand = padded_rows(num_tokens), cut.depth, operand_dtype(x, *weights)
+    ways = cut.ways if depth_total % (cut.ways * depth) == 0 else 1
+    steps = pl.cdiv(depth_total, ways * depth)
+    row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+
+    def limits(row, column, c):
+        """Conditions that the shapes do not make superfluous."""
+        found = [(row, num_tokens)] if row is not None and rows != num_tokens else []
+        found += [(column, num_columns)] if column is not None and num_columns % cut.columns else []
+        return found + ([(c, depth_total)] if depth_total % depth else [])
+
+    def read_x(c_C):
+        return _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None]))
+
+    def read_w(w, c_C):
+        if transposed:
+            return _read(w, column_N[:, None], c_C[None], limits(None, column_N[:, None], c_C[None])).T
+        return _read(w, c_C[:, None], column_N[None], limits(None, column_N[None], c_C[:, None]))
+
+    def read_norm(c_C):
+        return load(norm.at[c_C], mask=c_C < depth_total, other=0.0) if depth_total % depth else norm[c_C]
+
+    def step(i, carry):
+        sums, square_RC = [list(parts) for parts in carry[0]], carry[1]
+        for way in range(ways):
+            c_C = (way * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
+            x_RC = read_x(c_C)
+            if norm is not None:
+                x_RC = x_RC.astype(jnp.float32)
+                square_RC += x_RC * x_RC
+                x_RC *= read_norm(c_C).astype(jnp.float32)[None]
+            for w, parts in zip(weights, sums, strict=True):
+                parts[way] += dot(x_RC.astype(operand), read_w(w, c_C).astype(operand))
+        return sums, square_RC
+
+    sums = [[jnp.zeros((rows, cut.columns), jnp.float32)] * ways for _ in weights]
+    square_RC = None if norm is None else jnp.zeros((rows, depth), jnp.float32)
+    sums, square_RC = lax.fori_loop(0, steps, step, (sums, square_RC))
+    square_R1 = None if norm is None else jnp.sum(square_RC, axis=1)[:, None]
+    return [_tree_sum(parts) for parts in sums], square_R1

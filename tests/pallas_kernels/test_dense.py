@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense products: interpreted against the definition, lowered for CUDA at real sizes, compiled by -m gpu."""
+
+import contextlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dense import api, pallas_triton, reference
+from pallas_kernels.dense.arg_specs import SPECS, abstract_args
+from pallas_kernels.dense.columns import MAX_TOKENS, Cut
+
+MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+EPS = 1e-6
+CUTS = [Cut(columns=32, depth=32), Cut(columns=16, depth=16, ways=3, num_warps=2, num_stages=3)]
+
+
+def draw(seed, *shapes, dtype="float32", scale=1.0):
+    rng = np.random.default_rng(seed)
+    arrays = [jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
+    return arrays[0] if len(arrays) == 1 else arrays
+
+
+def close(out, ref, dtype, relative_error):
+    out, ref = jax.tree.leaves(out), jax.tree.leaves(ref)
+    assert [a.shape for a in out] == [a.shape for a in ref]
+    assert [a.dtype for a in out] == [a.dtype for a in ref]
+    return max(relative_error(a, b) for a, b in zip(out, ref, strict=True)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 3), ("bfloat16", 1), ("bfloat16", 16), ("bfloat16", 17)])
+def test_project_equals_the_definition(dtype, tokens, cut, interpret, relative_error):
+    x, q, k, v, norm, bias = draw(0, (tokens, 96), (96, 64), (96, 32), (96, 24), (96,), (32,), dtype=dtype)
+    args = x, (q, k, v), norm, EPS, (None, bias, None)
+    out = pallas_triton.project(*args, cut=cut, interpret=interpret)
+    assert close(out, reference.project(*args), dtype, relative_error)
+    swapped = reference.project(x, (q, k, v), norm[::-1], EPS, (None, bias, None))  # negative control
+    assert not close(out, swapped, dtype, relative_error)
+    bare = x, (k,), None, 0.0, (None,)
+    out = pallas_triton.project(*bare, cut=cut, interpret=interpret)
+    assert close(out, reference.project(*bare), dtype, relative_error)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 16), ("bfloat16", 3), ("bfloat16", 64)])
+def test_project_add_equals_the_definition(dtype, tokens, cut, interpret, relative_error):
+    h, w, residual = draw(1, (tokens, 40), (40, 72), (tokens, 72), dtype=dtype)
+    factor, addend = draw(2, (tokens, 1), (tokens, 72))
+    for optional in ((None, None), (factor, None), (None, addend), (factor, addend)):
+        out = pallas_triton.project_add(h, w, residual, *optional, cut=cut, interpret=interpret)
+        assert close(out, reference.project_add(h, w, residual, *optional), dtype, relative_error)
+    swapped = reference.project_add(h, w, residual, -factor, addend)  # negative control
+    assert not close(out, swapped, dtype, relative_error)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "activation"),
+    [("float32", 1, "silu"), ("bfloat16", 16, "gelu_pytorch_tanh"), ("bfloat16", 17, "silu")],
+)
+def test_gated_equals_the_definition(dtype, tokens, activation, cut, interpret, relative_error):
+    x, gate, up, norm = draw(3, (tokens, 50), (50, 44), (50, 44), (50,), dtype=dtype)
+    gate, up = gate / 4, up / 4  # where activations bend
+    for args in ((x, gate, up, activation, None, 0.0), (x, gate, up, activation, norm, EPS)):
+        out = pallas_triton.gated(*args, cut=cut, interpret=interpret)
+        assert close(out, reference.gated(*args), dtype, relative_error)
+    swapped = reference.gated(x, up, gate, activation, norm, EPS)  # negative control
+    assert not close(out, swapped, dtype, relative_error)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 2), ("bfloat16", 5)])
+def test_logits_equal_the_definition(dtype, tokens, transposed, interpret, relative_error):
+    x, head = draw(4, (tokens, 48), (48, 100), dtype=dtype)
+    stored = head.T if transposed else head
+    out = pallas_triton.logits(x, stored, transposed, cut=CUTS[0], interpret=interpret)
+    assert out.dtype == jnp.float32
+    assert relative_error(out, reference.logits(x, stored, transposed)) < 1e-5  # no rounding to bfloat16 on the way
+    assert not relative_error(out, reference.logits(x, head[:, ::-1], False)) < 1e-2  # negative control
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most", [16, 64])
+def test_a_row_depends_on_no_other_row(most, dtype, interpret):
+    x, gate, up, norm, down, residual = draw(
+        5, (most, 96), (96, 64), (96, 64), (96,), (64, 96), (most, 96), dtype=dtype
+    )
+    few = 1 if most == 16 else 17
+
+    def layer(x, residual):
+        h = pallas_triton.gated(x, gate, up, "silu", norm, EPS, cut=CUTS[0], interpret=interpret)
+        return h, pallas_triton.project_add(h, down, residual, None, None, cut=CUTS[1], interpret=interpret)
+
+    whole = layer(x, residual)
+    for part in (layer(x[:few], residual[:few]), layer(x.at[few:].set(jnp.nan), residual)):
+        for a, b in zip(part, whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(a[:few], np.float32), np.asarray(b[:few], np.float32))
+
+
+def test_more_rows_are_left_to_xla(relative_error):
+    """Without ``interpret`` a kernel would fail on a CPU."""
+    tokens = MAX_TOKENS + 1
+    x, w, up, norm, residual = draw(6, (tokens, 32), (32, 48), (32, 48), (32,), (tokens, 48))
+    for name, args, options in (
+        ("project", (x, (w,)), {"norm_D": norm, "eps": EPS}),
+        ("project_add", (x, w, residual), {}),
+        ("gated", (x, w, up), {}),
+        ("logits", (x, w), {}),
+    ):
+        out, ref = (
+            jax.tree.leaves(getattr(api, name)(*args, **options, implementation=implementation))
+            for implementation in ("triton", "xla")
+        )
+        np.testing.assert_array_equal(out[0], ref[0], name)
+
+
+def cuda():
+    """JAX 0.11 asks the mesh for the GPU that it lowers to; 0.10 assumes one."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def step(spec, args):
+    """Every dense product of a layer and the head, by the api."""
+    triton = {"implementation": "triton"}
+    x, weights, norm, biases = args["project"]
+    out = [api.project(x, weights, norm_D=norm, eps=EPS, biases=biases, **triton)]
+    out.append(api.project_add(*args["project_add"], **triton))
+    out.append(api.logits(*args["logits"], transposed=spec.tied, **triton))
+    if spec.shared_width:
+        *operands, norm = args["gated"]
+        out.append(api.gated(*operands, activation=spec.activation, norm_D=norm, eps=EPS, **triton))
+        h, w, residual, factor, addend = args["down"]
+        out.append(api.project_add(h, w, residual, factor_T1=factor, addend_TD=addend, **triton))
+    return out
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "bfloat16"), (64, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize("name", SPECS)
+def test_real_sizes_lower_to_triton(name, tokens, dtype):
+    spec = SPECS[name]
+    with cuda():
+        traced = jax.jit(partial(step, spec)).trace(abstract_args(spec, tokens, dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('name = "project"') == 1
+    assert text.count('name = "project_add"') == (2 if spec.shared_width else 1)
+    assert text.count('name = "logits"') == 1
+    assert "stablehlo.dot" not in text
+    assert "stablehlo.concatenate" not in text
+    assert "stablehlo.transpose" not in text
+
+
+def test_bad_arguments_are_refused():
+    x, w = draw(7, (2, 8), (8, 4))
+    with pytest.raises(ValueError, match="'cuda' is not one of"):
+        api.project(x, (w,), implementation="cuda")
+    with pytest.raises(ValueError, match=r"shapes disagree: rows \(2, 8\), matrices \(8, 4\), \(4, 8\)"):
+        api.project(x, (w, w.T))
+    with pytest.raises(ValueError, match="shapes disagree"):
+        api.project_add(x, w.T, x)
+    with pytest.raises(ValueError, match="'relu' is not one of"):
+        api.gated(x, w, w, activation="relu")
+    with pytest.raises(ValueError, match="transposed True"):
+        api.logits(x, w, transposed=True)
