@@ -2,11 +2,11 @@
 """Tunes the planner's policy on calibration text, under three memory targets, many trials at a time.
 
     python benchmarks/policy_search.py demo.paged --text c4=calib.jsonl.xz --text books=calibration.txt \\
-        --journal benchmarks/results/policy_search.jsonl
+        --journal benchmarks/results/policy_search.jsonl --write
 
-Each text is a batch of its own: what routing and prompts can tell is how one batch differs from the average. The
-windows behind those that it was tuned on confirm what was found. The result is printed as JSON; ``pagedweight
-calibrate`` writes the policy that serves.
+Each text is a batch of its own: what routing and prompts can tell is how one batch differs from the average. The search
+begins with the checkpoint's own policy; the windows behind those that it was tuned on confirm what was found. The
+result is printed as JSON; ``--write`` keeps it, with its evidence, in the checkpoint.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from pressure_cases import Case, Text, default_workers, full_context_bytes, processes, record, texts, unquantized
 
-from pagedweight_jax.calibrate.search import default_moves, search
+from pagedweight_jax.calibrate.search import NEUTRAL, default_moves, search
 from pagedweight_jax.checkpoint.manifest import MANIFEST
 from pagedweight_jax.checkpoint.paged import open_checkpoint, sha256_of
-from pagedweight_jax.checkpoint.policy import load_calibration
+from pagedweight_jax.checkpoint.policy import read_policy, write_policy
 from pagedweight_jax.planning.policy import Policy
 
 
@@ -82,12 +82,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes of two cores each")
     parser.add_argument("--cache", type=Path, default=Path(".ablation"), help="the unquantized model's hidden states")
     parser.add_argument("--journal", type=Path, default=Path("benchmarks/results/policy_search.jsonl"))
+    parser.add_argument("--write", action="store_true", help="keep the best policy in the checkpoint")
     args = parser.parse_args()
     tune = tuple(texts(args.text, args.windows, args.window))
     confirm = tuple(replace(text, skip=text.skip + args.windows) for text in tune)
     targets = tuple(full_context_bytes(args.checkpoint, args.batch, args.window, bits) for bits in args.targets)
     checkpoint = open_checkpoint(args.checkpoint)
-    own = load_calibration(checkpoint).policy
+    online = read_policy(checkpoint)
+    if online is None:
+        raise SystemExit(f"{args.checkpoint}: run pagedweight calibrate first")
     names = " ".join(f"{text.name}@{text.skip}" for text in tune)
     subject = (
         f"{sha256_of(checkpoint.path / MANIFEST)[:16]} {names} {args.batch} of {args.windows} x {args.window}, "
@@ -100,9 +103,10 @@ def main() -> None:
         scorers = [Scorer(args.checkpoint, t, targets, args.batch, run, folders) for t in (tune, confirm)]
         result = search(
             scorers[0],
-            [lambda policy: [own], *default_moves(checkpoint.manifest.min_bits), half_life_moves],
+            [lambda policy: [NEUTRAL], *default_moves(checkpoint.manifest.min_bits), half_life_moves],
             args.journal,
             subject=subject,
+            start=online.policy,
             confirm=scorers[1],
             rounds=args.rounds,
             map=lambda scorer, policies: scorer.many(list(policies)),
@@ -110,6 +114,9 @@ def main() -> None:
     for trial in result.trials:
         print([float(f"{s:.5g}") for s in trial.scores], trial.policy)
     print(json.dumps(result.evidence(), indent=1))
+    if args.write:
+        fit = online.fit | {"search": result.evidence()}
+        print(write_policy(checkpoint, replace(online, policy=result.policy, fit=fit)))
 
 
 if __name__ == "__main__":
