@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine on a device at Qwen1.5-MoE-A2.7B's layer sizes, random weights: is memory handled as designed?
 
-    python benchmarks/engine_smoke.py [--layers 2] [--experts 60] [--out benchmarks/results/engine_smoke.jsonl]
+    python benchmarks/engine_smoke.py [--layers 2] [--experts 60] [--implementation triton]
 
 Four questions, each with its figures: does a step update the arena in place, do tokens equal the CPU's, do bits fall
-and come back under a budget, and do page transfers overlap with decode calls? The steps are the plain XLA ones.
+and come back under a budget, and do page transfers overlap with decode calls?
 """
 
 import argparse
@@ -18,10 +18,11 @@ import numpy as np
 from random_checkpoint import RandomCheckpoint, qwen_moe_config
 from record import append_result
 
-from pagedweight_jax.config import PlannerConfig, ServeConfig
+from pagedweight_jax.config import IMPLEMENTATIONS, PlannerConfig, ServeConfig
 from pagedweight_jax.paging import table as pt
 from pagedweight_jax.paging.arena import WEIGHT
 from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.implementation import default_implementation
 from pagedweight_jax.serving.loading import budget_bytes
 from pagedweight_jax.serving.request import SamplingParams
 from pagedweight_jax.units import format_size
@@ -43,8 +44,11 @@ def score(engine, prompt):
     return np.array(request.logprobs)
 
 
-def compare_with_cpu(device):
-    """Tokens and log-probabilities of a small model (2 layers, 8 experts) on the device and on the CPU, in float32."""
+def compare_with_cpu(device, implementation):
+    """Tokens and log-probabilities of a small model (2 layers, 8 experts) on the device and on the CPU, in float32.
+
+    The CPU's are the definition's (``xla``), whatever the device runs.
+    """
     checkpoint = RandomCheckpoint.make(qwen_moe_config(2, num_experts=8, vocab_size=8192), 3, 6)
     config = ServeConfig(
         memory_bytes=8 * GIB,
@@ -58,15 +62,16 @@ def compare_with_cpu(device):
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 8192, n).tolist()) for n in (40, 200, 7)]
     runs = []
-    for where in (device, jax.devices("cpu")[0]):
+    for where, which in ((device, implementation), (jax.devices("cpu")[0], "xla")):
         with jax.default_device(where):
-            engine = Engine(checkpoint, config, where)
+            engine = Engine(checkpoint, dataclasses.replace(config, implementation=which), where)
             runs.append((serve(engine, prompts, 32), score(engine, prompts[1])))
             engine.close()
     (a, la), (b, lb) = runs
     equal = sum(x == y for p, q in zip(a, b) for x, y in zip(p, q))
     return {
         "platforms": [device.platform, "cpu"],
+        "implementation": implementation,
         "tokens_equal": equal,
         "tokens_total": sum(len(p) for p in a),
         "logprob_relative_error": float(np.linalg.norm(la - lb) / np.linalg.norm(lb)),
@@ -78,10 +83,17 @@ def memory_bytes_of(device, what):
     return (device.memory_stats() or {}).get(what)
 
 
-def trade(checkpoint, device, prompt_tokens):
+def trade(checkpoint, device, implementation, prompt_tokens):
     """Serves growing contexts under a budget that cannot hold them beside the top width."""
     planner = PlannerConfig(low_watermark_blocks=32, high_watermark_blocks=64, max_reload_bytes=256 << 20)
-    config = ServeConfig(memory_bytes=1, max_num_seqs=8, max_model_len=2048, steps_per_call=8, planner=planner)
+    config = ServeConfig(
+        memory_bytes=1,
+        max_num_seqs=8,
+        max_model_len=2048,
+        steps_per_call=8,
+        implementation=implementation,
+        planner=planner,
+    )
     kv_tokens = config.max_num_seqs * config.max_model_len // 8
     bits = checkpoint.manifest.max_bits
     memory_bytes = budget_bytes(checkpoint.manifest, config, bits=bits, kv_tokens=kv_tokens, device=device)
@@ -104,6 +116,7 @@ def trade(checkpoint, device, prompt_tokens):
         engine.step()
     engine.check_invariants()
     record = {
+        "implementation": implementation,
         "build_seconds": build_seconds,
         "arena_bytes": engine.ledger.arena_bytes,
         "decode_alias_bytes": program.alias_size_in_bytes,
@@ -178,6 +191,7 @@ def overlap(engine, calls=6):
     alone, copy = median(transfer=False, decode=True), median(transfer=True, decode=False)
     together = median(transfer=True, decode=True)
     return {
+        "implementation": engine.config.implementation,
         "pages": len(pages),
         "moved_bytes": moved_bytes,
         "decode_ms": 1e3 * alone,
@@ -194,20 +208,23 @@ def main():
     parser.add_argument("--experts", type=int, default=60)
     parser.add_argument("--max-bits", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=1500)
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: triton on a GPU")
     parser.add_argument("--out", default="benchmarks/results/engine_smoke.jsonl")
     arguments = parser.parse_args()
     device = jax.devices()[0]
     jnp.zeros(1).block_until_ready()
+    implementation = arguments.implementation or default_implementation()
     config = qwen_moe_config(arguments.layers, num_experts=arguments.experts, vocab_size=32_768)
     checkpoint = RandomCheckpoint.make(config, 3, arguments.max_bits)
-    engine, record = trade(checkpoint, device, arguments.prompt_tokens)  # first: the peak of memory is the process's
+    # First: the peak of memory is the process's.
+    engine, record = trade(checkpoint, device, implementation, arguments.prompt_tokens)
     print("trade  ", record)
     append_result(arguments.out, "engine_smoke.trade", record)
     record = overlap(engine)
     print("overlap", record)
     append_result(arguments.out, "engine_smoke.overlap", record)
     engine.close()
-    parity = compare_with_cpu(device)
+    parity = compare_with_cpu(device, implementation)
     print("parity ", parity)
     append_result(arguments.out, "engine_smoke.parity", parity)
 

@@ -15,6 +15,9 @@ KINDS = ("gate_up", "down")
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights are computed in, and what the KV cache holds."""
 
+IMPLEMENTATIONS = ("xla", "triton")
+"""What the steps run on: plain JAX, the definition, or Pallas kernels for NVIDIA GPUs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -119,6 +122,7 @@ class ServeConfig:
       bits: in ``frozen`` mode, one uniform bitwidth, or None for the bits that the budget gives.
       kv_tokens: context, over all rows, that the initial bits leave room for; None means every row at
         ``max_model_len`` in ``frozen`` mode, and the high watermark in the others.
+      implementation: ``xla`` or ``triton``; None means ``triton`` on an NVIDIA GPU and ``xla`` elsewhere.
     """
 
     memory_bytes: int
@@ -131,6 +135,7 @@ class ServeConfig:
     kv_dtype: str = "bfloat16"
     bits: int | None = None
     kv_tokens: int | None = None
+    implementation: Literal["xla", "triton"] | None = None
     planner: PlannerConfig = PlannerConfig()
 
     def __post_init__(self):
@@ -138,7 +143,8 @@ class ServeConfig:
             value = getattr(self, name)
             if not isinstance(value, Integral) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}")
-        for name, choices in (("dtype", (*DTYPES, None)), ("kv_dtype", DTYPES)):
+        options = (("dtype", (*DTYPES, None)), ("kv_dtype", DTYPES), ("implementation", (*IMPLEMENTATIONS, None)))
+        for name, choices in options:
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
         if self.kv_tokens is not None and self.kv_tokens < 0:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pagedweight_jax.cli.common import print_json, progress_bars
-from pagedweight_jax.config import ServeConfig
+from pagedweight_jax.config import IMPLEMENTATIONS, ServeConfig
 from pagedweight_jax.units import format_size, parse_size
 
 PRESSURE_BATCH = 16
@@ -48,6 +48,11 @@ def add_verbs(verbs) -> None:
 def _add_common(verb) -> None:
     verb.add_argument("checkpoint", metavar="PATH", type=Path, help="a paged checkpoint")
     verb.add_argument("--memory", type=parse_size, help="budget (default: enough for the top width and all contexts)")
+    verb.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="what the steps run on (default: triton on an NVIDIA GPU, xla elsewhere)",
+    )
     verb.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -64,6 +69,7 @@ def generate(args: argparse.Namespace) -> int:
         max_num_seqs=min(ServeConfig.max_num_seqs, len(args.prompt)),
         max_model_len=max_model_len,
         prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, max_model_len),
+        implementation=args.implementation,
     )
     config = _with_budget(config, manifest, args.memory)
     total = len(args.prompt) * args.max_tokens
@@ -107,6 +113,7 @@ def evaluate(args: argparse.Namespace) -> int:
         prefill_chunk_tokens=min(ServeConfig.prefill_chunk_tokens, window_tokens),
         mode=args.mode,
         bits=args.bits,
+        implementation=args.implementation,
     )
     config = _with_budget(config, checkpoint.manifest, args.memory)
     with progress_bars() as (progress, _):
@@ -155,9 +162,16 @@ def _reference(folder: Path | None, config, windows, progress):
 
 
 def _with_budget(config, manifest, memory_bytes: int | None):
-    """Returns ``config`` with a budget that holds everything, unless the user gave one."""
+    """Returns ``config`` with a budget that holds everything, unless the user gave one.
+
+    What the machine cannot run is refused here, before anything takes time.
+    """
+    import jax
+
+    from pagedweight_jax.serving.implementation import choose_implementation
     from pagedweight_jax.serving.loading import budget_bytes
 
+    choose_implementation(config.implementation, manifest.config, jax.devices()[0])
     if memory_bytes is not None:
         return replace(config, memory_bytes=memory_bytes)
     kv_tokens = config.max_num_seqs * config.max_model_len

@@ -5,23 +5,43 @@ import jax
 import jax.numpy as jnp
 
 from pagedweight_jax.config import ModelConfig
-from pagedweight_jax.models.layers import matmul, rope
+from pagedweight_jax.models.layers import rope, rope_tables
 from pagedweight_jax.models.weights import AttentionWeights
+from pallas_kernels.dense.api import project
 
 
 def project_qkv(
-    a_TD: jax.Array, w: AttentionWeights, positions_T: jax.Array, config: ModelConfig
+    x_TD: jax.Array,
+    w: AttentionWeights,
+    positions_T: jax.Array | None,
+    config: ModelConfig,
+    *,
+    norm_D: jax.Array | None = None,
+    implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns q[T, H, M], k[T, J, M] and v[T, J, M] in a's dtype; q and k are rotated by their positions."""
+    """Returns q[T, H, M], k[T, J, M] and v[T, J, M] in x's dtype.
 
-    def heads(w_DN, bias_N):
-        y_TN = matmul(a_TD, w_DN)
-        if bias_N is not None:
-            y_TN = y_TN + bias_N
-        return y_TN.astype(a_TD.dtype).reshape(a_TD.shape[0], -1, config.head_dim)
-
-    q_THM, k_TJM, v_TJM = heads(w.q_DN, w.q_bias_N), heads(w.k_DN, w.k_bias_N), heads(w.v_DN, w.v_bias_N)
-    return rope(q_THM, positions_T, config.rope_theta), rope(k_TJM, positions_T, config.rope_theta), v_TJM
+    Args:
+      x_TD: hidden states.
+      w: the layer's projections.
+      positions_T: int, by which q and k are rotated; None leaves them as they are.
+      config: the model.
+      norm_D: of the norm before the projections; None where x is normed already.
+      implementation: ``xla`` or ``triton``.
+    """
+    projected = project(
+        x_TD,
+        (w.q_DN, w.k_DN, w.v_DN),
+        norm_D=norm_D,
+        eps=config.rms_norm_eps,
+        biases=(w.q_bias_N, w.k_bias_N, w.v_bias_N),
+        implementation=implementation,
+    )
+    q_THM, k_TJM, v_TJM = (y_TN.reshape(x_TD.shape[0], -1, config.head_dim) for y_TN in projected)
+    if positions_T is not None:
+        tables = rope_tables(positions_T, config.head_dim, config.rope_theta)
+        q_THM, k_TJM = rope(q_THM, *tables), rope(k_TJM, *tables)
+    return q_THM, k_TJM, v_TJM
 
 
 def dense_attention(q_THM: jax.Array, k_TJM: jax.Array, v_TJM: jax.Array, scale: float, window: int) -> jax.Array:

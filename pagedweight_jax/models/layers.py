@@ -9,7 +9,10 @@ import numpy as np
 
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import MLPWeights
+from pallas_kernels.dense.reference import matmul, rms_norm
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
+
+__all__ = ["Activation", "activation", "matmul", "mlp", "rms_norm", "rope", "rope_tables"]
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -21,29 +24,23 @@ def activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def matmul(x_TC: jax.Array, w_CN: jax.Array) -> jax.Array:
-    """Returns ``x @ w``, float32[T, N]: float32 sums of exact products, also on devices that default to TF32."""
-    return jnp.matmul(x_TC, w_CN, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def rope_tables(positions_T: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Returns (cos_TR, sin_TR), float32, of the angle ``position * theta^(-2i/M)`` of each pair i of a head."""
+    half = head_dim // 2
+    frequency_R = np.asarray(theta ** (-np.arange(half) / half), np.float32)
+    angle_TR = positions_T[:, None].astype(jnp.float32) * frequency_R
+    return jnp.cos(angle_TR), jnp.sin(angle_TR)
 
 
-def rms_norm(x_TD: jax.Array, w_D: jax.Array, eps: float) -> jax.Array:
-    """Returns ``x / sqrt(mean(x^2) + eps) * w``, [T, D] in x's dtype; the statistics are float32."""
-    x32_TD = x_TD.astype(jnp.float32)
-    scale_T1 = jax.lax.rsqrt(jnp.mean(x32_TD * x32_TD, axis=-1, keepdims=True) + eps)
-    return (x32_TD * scale_T1).astype(x_TD.dtype) * w_D.astype(x_TD.dtype)
+def rope(x_THM: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> jax.Array:
+    """Returns x turned by the angles of ``rope_tables``, [T, H, M] in x's dtype.
 
-
-def rope(x_THM: jax.Array, positions_T: jax.Array, theta: float) -> jax.Array:
-    """Returns x rotated by position, [T, H, M] in x's dtype.
-
-    Pair i is (dimension i, dimension i + M/2) and turns by ``position * theta^(-2i/M)``; angles are float32.
+    Pair i is (dimension i, dimension i + M/2). It is turned in float32 and rounded once, as the kernels do; a model in
+    PyTorch rounds angles and products to x's dtype, too.
     """
-    half = x_THM.shape[-1] // 2
-    frequency = np.asarray(theta ** (-np.arange(half) / half), np.float32)
-    angle = positions_T[:, None, None].astype(jnp.float32) * frequency  # [T, 1, M/2]
-    cos, sin = jnp.cos(angle).astype(x_THM.dtype), jnp.sin(angle).astype(x_THM.dtype)
-    low, high = x_THM[..., :half], x_THM[..., half:]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    low, high = jnp.split(x_THM.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_THM.dtype)
 
 
 def mlp(x_TD: jax.Array, w: MLPWeights, act: Activation) -> jax.Array:

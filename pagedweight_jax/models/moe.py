@@ -6,24 +6,9 @@ import jax.numpy as jnp
 
 from pagedweight_jax.models.layers import Activation, matmul, mlp
 from pagedweight_jax.models.weights import ExpertWeights, MoEWeights
+from pallas_kernels.routing.reference import route
 
-
-def route(m_TD: jax.Array, router_DE: jax.Array, k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns each token's experts: weights float32[T, K], largest first, and ids int32[T, K].
-
-    The weights are the softmax over all E experts, in float32; of equal ones the lower id wins.
-
-    Args:
-      m_TD: the normed inputs of the feed-forward part.
-      router_DE: the router's matrix.
-      k: experts per token.
-      renormalise: divide the k weights by their sum.
-    """
-    probabilities_TE = jax.nn.softmax(matmul(m_TD, router_DE), axis=-1)
-    weights_TK, ids_TK = jax.lax.top_k(probabilities_TE, k)
-    if renormalise:
-        weights_TK = weights_TK / jnp.sum(weights_TK, axis=-1, keepdims=True)
-    return weights_TK, ids_TK.astype(jnp.int32)
+__all__ = ["dense_experts", "route", "shared_expert"]
 
 
 def dense_experts(

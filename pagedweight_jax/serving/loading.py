@@ -25,6 +25,7 @@ from pagedweight_jax.planning.calibration import Calibration
 from pagedweight_jax.planning.planner import bits_range, initial_bits, lowest_bits
 from pagedweight_jax.planning.queue import resident_bytes
 from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.implementation import choose_implementation
 from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
 from pagedweight_jax.serving.staging import Staging, plan_staging
@@ -89,6 +90,7 @@ def load(
     device = device or jax.devices()[0]
     model = checkpoint.manifest.config
     _check(checkpoint.manifest, config)
+    config = dataclasses.replace(config, implementation=choose_implementation(config.implementation, model, device))
     layouts = checkpoint.manifest.layouts()
     shapes = _shapes(checkpoint.manifest, config, device)
     geometry = shapes.geometry
@@ -100,7 +102,9 @@ def load(
     allocator = FrameAllocator(num_frames)
     table = initial_table(layouts, model.num_sparse_layers, model.num_experts, bits_LEU, allocator)
     arena_AW = make_arena(num_frames, geometry.kv.frame_words, device)
-    arena_AW, pool = _load_pages(checkpoint, table, arena_AW, shapes.staging.total_pages, device, progress)
+    arena_AW, pool = _load_pages(
+        checkpoint, table, arena_AW, shapes.staging.total_pages, config.implementation, device, progress
+    )
     state = init_state(geometry, arena_AW, jax.tree.map(jnp.array, page_map(table)))
     return Loaded(
         weights=weights,
@@ -317,6 +321,7 @@ def _load_pages(
     table: PageTable,
     arena_AW: jax.Array,
     staged_pages: int,
+    implementation: str,
     device: jax.Device,
     progress: Progress,
 ) -> tuple[jax.Array, HostPool]:
@@ -331,7 +336,8 @@ def _load_pages(
         for begin in range(0, len(held), staged_pages):
             batch = np.resize(held[begin : begin + staged_pages], staged_pages)  # a short batch repeats its pages
             staged = jax.device_put(leaf[batch], device)
-            arena_AW = jax.block_until_ready(steps.land_pages(arena_AW, staged, frames_EF[batch]))
+            arena_AW = steps.land_pages(arena_AW, staged, frames_EF[batch], implementation=implementation)
+            jax.block_until_ready(arena_AW)
 
     def leaves():
         num_layers = table.state_LEUP.shape[0]

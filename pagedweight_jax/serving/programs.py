@@ -58,12 +58,12 @@ def compile_programs(
 
     Args:
       weights, state: abstract (``jax.ShapeDtypeStruct``) or real.
-      config: chunk size and steps per call.
+      config: chunk size, steps per call and implementation.
       batch_pages: pages that land together.
       update_frames: entries of a frame-list update of one kind (see ``page_map_update``).
       progress: called with the stage "compile".
     """
-    geometry = state.geometry
+    geometry, which = state.geometry, {"implementation": config.implementation}
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     chunk = jax.ShapeDtypeStruct((config.prefill_chunk_tokens,), jnp.int32)
     update = jax.ShapeDtypeStruct((4, update_frames), jnp.int32)
@@ -73,9 +73,9 @@ def compile_programs(
         jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32),
     )
     lowered = {
-        "prefill": lambda: steps.prefill_step.lower(weights, state, scalar, chunk, scalar, scalar),
-        "score": lambda: steps.score_step.lower(weights, state, scalar, chunk, chunk, scalar),
-        "decode": lambda: steps.decode_loop.lower(weights, state, config.steps_per_call),
+        "prefill": lambda: steps.prefill_step.lower(weights, state, scalar, chunk, scalar, scalar, **which),
+        "score": lambda: steps.score_step.lower(weights, state, scalar, chunk, chunk, scalar, **which),
+        "decode": lambda: steps.decode_loop.lower(weights, state, config.steps_per_call, **which),
         "assign_row": lambda: steps.assign_row.lower(state, scalar, *sampling),
         "publish": lambda: steps.publish_frames.lower(state.page_map, update, update),
     }
@@ -88,7 +88,7 @@ def compile_programs(
         layout = (geometry.gate_up, geometry.down)[kind]
         one = jax.ShapeDtypeStruct((layout.page_frames(page), layout.frame_words), jnp.uint32)
         frames = jax.ShapeDtypeStruct((batch_pages, layout.page_frames(page)), jnp.int32)
-        return steps.land_pages.lower(state.arena_AW, [one] * batch_pages, frames).compile()
+        return steps.land_pages.lower(state.arena_AW, [one] * batch_pages, frames, **which).compile()
 
     progress("compile", len(compiled), len(lowered) + 1)
     pages = range(geometry.gate_up.min_bits, geometry.gate_up.max_bits)

@@ -3,6 +3,8 @@
 
 The steps that run the model also return the ``RoutingSums`` of the tokens that they read, which are nobody's input.
 The bodies are plain functions of pytrees and can be called inside a user's own ``jit``; the public names are jitted.
+``implementation`` is static: ``xla``, the definition, or ``triton``, kernels for NVIDIA GPUs; None takes ``triton``
+where JAX's default backend is a GPU.
 """
 
 from functools import partial
@@ -12,79 +14,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from pagedweight_jax.models import transformer
-from pagedweight_jax.models.layers import activation
-from pagedweight_jax.models.moe import dense_experts
-from pagedweight_jax.models.weights import MoEWeights, Weights
+from pagedweight_jax.models.weights import Weights
 from pagedweight_jax.paging.page_map import PageMap
+from pagedweight_jax.serving.implementation import default_implementation
+from pagedweight_jax.serving.paged_forward import layer_tables, paged_forward
 from pagedweight_jax.serving.sampling import sample
 from pagedweight_jax.serving.state import DecodeState
 from pagedweight_jax.serving.trace import ExpertTrace, RoutingSums, routing_sums, row_sums
-from pallas_kernels.moe_ffn.api import moe_ffn
-from pallas_kernels.moe_ffn.pages import WeightPages
-from pallas_kernels.paged_attention.api import paged_attention, write_kv
+from pallas_kernels.frames.api import scatter_frames
 
 
-def _paged_forward(weights: Weights, state: DecodeState, rows_R, tokens_RT, positions_RT):
-    """Runs the model on R rows of T tokens each over the paged cache; returns (arena, hidden_RTD, trace of R T tokens).
-
-    A negative position is a token that is not there: it writes no KV, selects no expert, and its output means nothing.
-    """
-    config, geometry = weights.config, state.geometry
-    kv = geometry.kv
-    num_rows, num_tokens = tokens_RT.shape
-    table_RGLF = state.block_tables_BGLF[rows_R]
-    positions_T = positions_RT.reshape(-1)
-    there_T = positions_T >= 0
-    slots_T = jnp.maximum(positions_T, 0)
-    row_T = jnp.repeat(jnp.arange(num_rows), num_tokens)
-    frames_TLF = table_RGLF[row_T, slots_T // kv.block_tokens]
-    frames_TLF = jnp.where(there_T[:, None, None], frames_TLF, state.arena_AW.shape[0])  # out of range: dropped
-
-    def attend(carry, layer, q_THM, k_TJM, v_TJM):
-        arena, seen = carry
-        arena = write_kv(arena, frames_TLF[:, layer], slots_T % kv.block_tokens, k_TJM, v_TJM, kv)
-        o = paged_attention(
-            arena,
-            q_THM.reshape(num_rows, num_tokens, *q_THM.shape[1:]),
-            positions_RT,
-            table_RGLF[:, :, layer],
-            kv,
-            scale=config.head_dim**-0.5,
-            window=config.windows[layer],
-        )
-        return (arena, seen), o.reshape(q_THM.shape).astype(q_THM.dtype)
-
-    dense = [w.mlp.experts for w in weights.layers if isinstance(w.mlp, MoEWeights)]
-
-    def experts(carry, layer, m_TD, ids_TK, weights_TK):
-        arena, seen = carry
-        ids_TK = jnp.where(there_T[:, None], ids_TK, config.num_experts)
-        if dense[layer] is not None:  # the unquantized baseline: same steps, no pages
-            y_TD, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, dense[layer], activation(config.hidden_act))
-        else:
-            pages = WeightPages(
-                bits_EU=state.page_map.bits_LEU[layer],
-                gate_up_frames_EF=state.page_map.gate_up_frames_LEF[layer],
-                down_frames_EF=state.page_map.down_frames_LEF[layer],
-                gate_up=geometry.gate_up,
-                down=geometry.down,
-            )
-            y_TD, h_square_TK = moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act)
-        return (arena, [*seen, (ids_TK, weights_TK, m_TD, h_square_TK)]), y_TD.astype(m_TD.dtype)
-
-    (arena, seen), hidden_TD = transformer.forward(
-        weights, tokens_RT.reshape(-1), slots_T, (state.arena_AW, []), attend=attend, experts=experts
-    )
-    return arena, hidden_TD.reshape(num_rows, num_tokens, -1), ExpertTrace.of_layers(seen)
-
-
-def _decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, tuple[jax.Array, ExpertTrace]]:
+def _decode_step(
+    weights: Weights, state: DecodeState, tables: list[jax.Array], implementation: str
+) -> tuple[DecodeState, tuple[jax.Array, ExpertTrace]]:
     active_B = state.remaining_B > 0
-    rows_B = jnp.arange(active_B.shape[0])
     positions_B = jnp.where(active_B, state.lengths_B, -1)
     tokens_B1, positions_B1 = state.last_tokens_B[:, None], positions_B[:, None]
-    arena, hidden_BTD, trace = _paged_forward(weights, state, rows_B, tokens_B1, positions_B1)
-    logits_BV = transformer.logits(weights, hidden_BTD[:, 0])
+    arena, hidden_BTD, trace = paged_forward(weights, state, tables, tokens_B1, positions_B1, implementation)
+    logits_BV = transformer.logits(weights, hidden_BTD[:, 0], implementation)
     token_B = sample(logits_BV, state.temperature_B, state.seed_B, state.lengths_B + 1)
     token_B = jnp.where(active_B, token_B, -1)
     stopped_B = jnp.any(token_B[:, None] == state.stop_ids_BS, axis=1)
@@ -97,40 +44,53 @@ def _decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, tup
     return state, (token_B, trace)
 
 
-@partial(jax.jit, donate_argnames="state")
-def decode_step(weights: Weights, state: DecodeState) -> tuple[DecodeState, jax.Array, RoutingSums]:
+@partial(jax.jit, static_argnames="implementation", donate_argnames="state")
+def decode_step(
+    weights: Weights, state: DecodeState, *, implementation: str | None = None
+) -> tuple[DecodeState, jax.Array, RoutingSums]:
     """Returns (state, tokens int32[B], sums [B, ..]): one token for every row that is decoding, -1 for the others.
 
     A row's step reads its last token, writes its KV at position ``lengths_B``, and draws the next. A row that draws one
     of its stop ids, or its last allowed token, stops decoding; the token itself is returned. The sums count the token
     that was read.
     """
-    state, (token_B, trace) = _decode_step(weights, state)
+    tables = layer_tables(state.block_tables_BGLF)
+    state, (token_B, trace) = _decode_step(weights, state, tables, implementation or default_implementation())
     return state, token_B, row_sums(jax.tree.map(lambda leaf: leaf[None], trace), weights.config.num_experts)
 
 
-@partial(jax.jit, static_argnames="num_steps", donate_argnames="state")
-def decode_loop(weights: Weights, state: DecodeState, num_steps: int) -> tuple[DecodeState, jax.Array, RoutingSums]:
+@partial(jax.jit, static_argnames=("num_steps", "implementation"), donate_argnames="state")
+def decode_loop(
+    weights: Weights, state: DecodeState, num_steps: int, *, implementation: str | None = None
+) -> tuple[DecodeState, jax.Array, RoutingSums]:
     """Returns (state, tokens int32[N, B], sums [B, ..]) of N = ``num_steps`` steps without the host in between.
 
     Between two calls lies a safe boundary: only there may bits, frames and rows change. Each row needs KV blocks for
     ``lengths_B + num_steps`` tokens.
     """
-    state, (tokens_NB, trace) = lax.scan(lambda state, _: _decode_step(weights, state), state, length=num_steps)
+
+    tables = layer_tables(state.block_tables_BGLF)  # no step changes them
+
+    def step(state, _):
+        return _decode_step(weights, state, tables, implementation or default_implementation())
+
+    state, (tokens_NB, trace) = lax.scan(step, state, length=num_steps)
     return state, tokens_NB, row_sums(trace, weights.config.num_experts)
 
 
-def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens):
+def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens, implementation):
     """Runs a chunk through row ``row``; returns (state with its KV and length, hidden_TD, the chunk's sums)."""
     start = state.lengths_B[row]
     offsets_T = jnp.arange(tokens_T.shape[0])
     positions_T = jnp.where(offsets_T < num_tokens, start + offsets_T, -1)
-    arena, hidden_RTD, trace = _paged_forward(weights, state, row[None], tokens_T[None], positions_T[None])
+    tokens_RT, positions_RT = tokens_T[None], positions_T[None]
+    tables = layer_tables(state.block_tables_BGLF[row][None])
+    arena, hidden_RTD, trace = paged_forward(weights, state, tables, tokens_RT, positions_RT, implementation)
     state = state.replace(arena_AW=arena, lengths_B=state.lengths_B.at[row].add(num_tokens))
     return state, hidden_RTD[0], routing_sums(trace, weights.config.num_experts)
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, static_argnames="implementation", donate_argnames="state")
 def prefill_step(
     weights: Weights,
     state: DecodeState,
@@ -138,6 +98,8 @@ def prefill_step(
     tokens_T: jax.Array,
     num_tokens: jax.Array,
     max_tokens: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> tuple[DecodeState, jax.Array, RoutingSums]:
     """Returns (state, token int32, sums): a row's next chunk of prompt is in the cache, the token after it is drawn.
 
@@ -150,8 +112,9 @@ def prefill_step(
       max_tokens: int32, tokens that the row may generate after this chunk; 0 for all chunks but the last. The drawn
         token is the first of them.
     """
-    state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens)
-    logits_V = transformer.logits(weights, hidden_TD[num_tokens - 1][None])
+    implementation = implementation or default_implementation()
+    state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens, implementation)
+    logits_V = transformer.logits(weights, hidden_TD[num_tokens - 1][None], implementation)
     position = state.lengths_B[row][None]
     token = sample(logits_V, state.temperature_B[row][None], state.seed_B[row][None], position)[0]
     remaining = jnp.where(jnp.any(token == state.stop_ids_BS[row]), 0, jnp.maximum(max_tokens - 1, 0))
@@ -162,7 +125,7 @@ def prefill_step(
     return state, token, sums
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, static_argnames="implementation", donate_argnames="state")
 def score_step(
     weights: Weights,
     state: DecodeState,
@@ -170,13 +133,16 @@ def score_step(
     tokens_T: jax.Array,
     targets_T: jax.Array,
     num_tokens: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> tuple[DecodeState, jax.Array, jax.Array, RoutingSums]:
     """Returns (state, log-probabilities float32[T] of ``targets_T``, hidden_TD, sums) for a row's teacher-forced chunk.
 
     Args: as ``prefill_step``; ``targets_T`` holds the token after each token of ``tokens_T``.
     """
-    state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens)
-    logp_TV = jax.nn.log_softmax(transformer.logits(weights, hidden_TD), axis=-1)
+    implementation = implementation or default_implementation()
+    state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens, implementation)
+    logp_TV = jax.nn.log_softmax(transformer.logits(weights, hidden_TD, implementation), axis=-1)
     return state, jnp.take_along_axis(logp_TV, targets_T[:, None], axis=-1)[:, 0], hidden_TD, sums
 
 
@@ -194,8 +160,14 @@ def assign_row(
     )
 
 
-@partial(jax.jit, donate_argnames="arena_AW")
-def land_pages(arena_AW: jax.Array, pages: list[jax.Array] | jax.Array, frames_NF: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames="implementation", donate_argnames="arena_AW")
+def land_pages(
+    arena_AW: jax.Array,
+    pages: list[jax.Array] | jax.Array,
+    frames_NF: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
     """Returns the arena with N pages written into their frames.
 
     Args:
@@ -204,9 +176,9 @@ def land_pages(arena_AW: jax.Array, pages: list[jax.Array] | jax.Array, frames_N
       frames_NF: int32; frames of A or more are dropped (pages that fill up a batch, or stay on the host).
     """
     pages_NFW = jnp.stack(pages) if isinstance(pages, (list, tuple)) else pages
-    # Fused with the scatter, the concatenation runs at a hundredth of the copy rate.
-    pages_NFW = lax.optimization_barrier(pages_NFW)
-    return arena_AW.at[frames_NF].set(pages_NFW, mode="drop")
+    staged_NW = pages_NFW.reshape(-1, arena_AW.shape[1])
+    implementation = implementation or default_implementation()
+    return scatter_frames(arena_AW, staged_NW, frames_NF.reshape(-1), implementation=implementation)
 
 
 @partial(jax.jit, donate_argnames="page_map")

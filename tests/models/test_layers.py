@@ -6,12 +6,16 @@ import pytest
 
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.attention import dense_attention
-from pagedweight_jax.models.layers import activation, matmul, mlp, rms_norm, rope
+from pagedweight_jax.models.layers import activation, matmul, mlp, rms_norm, rope, rope_tables
 from pagedweight_jax.models.weights import MLPWeights
 
 
 def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def rotate(x_THM, positions_T, theta):
+    return rope(x_THM, *rope_tables(jnp.asarray(positions_T), x_THM.shape[-1], theta))
 
 
 def test_rms_norm_is_the_definition(relative_error):
@@ -34,17 +38,17 @@ def test_rope_turns_pairs_by_position(relative_error):
     pairs = x_THM[..., :5].astype(np.complex128) + 1j * x_THM[..., 5:]
     angle = positions_T[:, None] * theta ** (-2 * np.arange(5) / 10)
     turned = pairs * np.exp(1j * angle)[:, None, :]
-    out_THM = rope(jnp.asarray(x_THM), jnp.asarray(positions_T), theta)
+    out_THM = rotate(jnp.asarray(x_THM), positions_T, theta)
     assert relative_error(out_THM, np.concatenate([turned.real, turned.imag], -1)) < 1e-5
     np.testing.assert_array_equal(out_THM[0], x_THM[0])
-    assert relative_error(rope(jnp.asarray(x_THM), jnp.asarray(positions_T) + 1, theta), out_THM) > 0.1
+    assert relative_error(rotate(jnp.asarray(x_THM), positions_T + 1, theta), out_THM) > 0.1
 
 
 def test_rope_scores_depend_on_distance_only():
     q_THM, k_THM = jnp.asarray(normal(1, 1, 32)), jnp.asarray(normal(1, 1, 32, seed=1))
 
     def score(i, j):
-        return jnp.sum(rope(q_THM, jnp.array([i]), 1e4) * rope(k_THM, jnp.array([j]), 1e4))
+        return jnp.sum(rotate(q_THM, [i], 1e4) * rotate(k_THM, [j], 1e4))
 
     np.testing.assert_allclose(score(40, 33), score(7, 0), rtol=1e-4)
     assert abs(score(40, 33) - score(40, 32)) > 1e-2
@@ -100,5 +104,5 @@ def test_dense_attention_ignores_the_future():
 
 
 def test_functions_are_jittable():
-    out = jax.jit(lambda x, p: rope(rms_norm(x, jnp.ones(8), 1e-6), p, 1e4))(jnp.ones((2, 3, 8)), jnp.arange(2))
+    out = jax.jit(lambda x, p: rotate(rms_norm(x, jnp.ones(8), 1e-6), p, 1e4))(jnp.ones((2, 3, 8)), jnp.arange(2))
     assert out.shape == (2, 3, 8)

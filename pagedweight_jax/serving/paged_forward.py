@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass of the served model: KV cache and routed experts are read from the arena.
+
+A layer is a function of its own under ``jit``, with what tells layers apart as operands: it is traced and lowered once
+for all layers that are alike, and so are its kernels.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pagedweight_jax.models.layers import activation, rms_norm, rope_tables
+from pagedweight_jax.models.moe import dense_experts
+from pagedweight_jax.models.transformer import decoder_layer
+from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
+from pagedweight_jax.serving.state import DecodeState
+from pagedweight_jax.serving.trace import ExpertTrace
+from pallas_kernels.moe_ffn.api import moe_ffn
+from pallas_kernels.moe_ffn.pages import WeightPages
+from pallas_kernels.paged_attention.api import paged_attention, rotate_and_write_kv
+
+MERGE_TOKENS = 64
+"""Up to here, launches count: kernels are given the tables of all layers at once, for a slice would be a copy."""
+
+
+def weight_pages(state: DecodeState, layer: int, *, merged: bool) -> tuple[WeightPages, int]:
+    """Returns (pages, first): expert e of a sparse layer is block ``first + e`` of these pages.
+
+    Args:
+      state: its page map and geometry.
+      layer: among the sparse layers.
+      merged: whether the pages are those of all layers, a view, or of this layer alone.
+    """
+    tables = state.page_map.bits_LEU, state.page_map.gate_up_frames_LEF, state.page_map.down_frames_LEF
+    bits_EU, gate_up_frames_EF, down_frames_EF = (
+        table.reshape(-1, table.shape[-1]) if merged else table[layer] for table in tables
+    )
+    pages = WeightPages(
+        bits_EU=bits_EU,
+        gate_up_frames_EF=gate_up_frames_EF,
+        down_frames_EF=down_frames_EF,
+        gate_up=state.geometry.gate_up,
+        down=state.geometry.down,
+    )
+    return pages, layer * tables[0].shape[1] if merged else 0
+
+
+def layer_tables(tables_RGLF: jax.Array) -> list[jax.Array]:
+    """Returns each layer's block table, [R, G, F]: copies, which a loop over steps makes once, before it begins."""
+    return [tables_RGLF[:, :, layer] for layer in range(tables_RGLF.shape[2])]
+
+
+def paged_forward(
+    weights: Weights,
+    state: DecodeState,
+    tables: list[jax.Array],
+    tokens_RT: jax.Array,
+    positions_RT: jax.Array,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, ExpertTrace]:
+    """Returns (arena, hidden_RTD, trace of R T tokens): the model on R rows of T tokens each, over the paged cache.
+
+    Args:
+      weights, state: the model's dense weights, and where its pages and cache are. Routed experts that are among the
+        weights are used in the place of pages: the unquantized baseline.
+      tables: of ``layer_tables``, the caches of these rows.
+      tokens_RT: int32.
+      positions_RT: int32. A negative position is a token that is not there: it writes no KV, selects no expert, and its
+        output means nothing.
+      implementation: ``xla`` or ``triton``.
+    """
+    config, kv = weights.config, state.geometry.kv
+    num_rows, num_tokens = tokens_RT.shape
+    positions_T = positions_RT.reshape(-1)
+    there_T = positions_T >= 0
+    places_T = jnp.maximum(positions_T, 0)
+    row_T, block_T = jnp.repeat(jnp.arange(num_rows), num_tokens), places_T // kv.block_tokens
+    slots_T = places_T % kv.block_tokens
+    angles = rope_tables(places_T, config.head_dim, config.rope_theta)
+    which = {"implementation": implementation}
+
+    @partial(jax.jit, static_argnames="window")
+    def run_layer(w: LayerWeights, x_TD, arena_AW, table_RGF, pages: WeightPages | None, first, window: int):
+        """Returns (arena, hidden states, what the experts saw)."""
+
+        def attend(carry, _, q_THM, k_TJM, v_TJM):
+            arena_AW, seen = carry
+            frames_TF = jnp.where(there_T[:, None], table_RGF[row_T, block_T], arena_AW.shape[0])  # dropped
+            arena_AW, q_THM = rotate_and_write_kv(
+                arena_AW, frames_TF, slots_T, *angles, q_THM, k_TJM, v_TJM, kv, **which
+            )
+            o_RTHM = paged_attention(
+                arena_AW,
+                q_THM.reshape(num_rows, num_tokens, *q_THM.shape[1:]),
+                positions_RT,
+                table_RGF,
+                kv,
+                scale=config.head_dim**-0.5,
+                window=window,
+                dtype=q_THM.dtype,
+                **which,
+            )
+            return (arena_AW, seen), o_RTHM.reshape(q_THM.shape)
+
+        def experts(carry, _, m_TD, ids_TK, weights_TK):
+            arena_AW, _ = carry
+            seen_ids_TK = jnp.where(there_T[:, None], ids_TK, config.num_experts)
+            if pages is None:
+                act = activation(config.hidden_act)
+                y_TD, h_square_TK = dense_experts(m_TD, seen_ids_TK, weights_TK, w.mlp.experts, act)
+            else:
+                ids_TK = jnp.where(there_T[:, None], ids_TK + first, pages.bits_EU.shape[0])
+                y_TD, h_square_TK = moe_ffn(
+                    arena_AW, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act, **which
+                )
+            return (arena_AW, (seen_ids_TK, weights_TK, m_TD, h_square_TK)), y_TD
+
+        (arena_AW, seen), x_TD = decoder_layer(
+            config, 0, w, x_TD, None, (arena_AW, None), attend, experts, implementation
+        )
+        return arena_AW, x_TD, seen
+
+    merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS
+    arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
+    for layer, (w, table_RGF, window) in enumerate(zip(weights.layers, tables, config.windows, strict=True)):
+        pages, first = None, 0
+        if isinstance(w.mlp, MoEWeights) and w.mlp.experts is None:
+            pages, first = weight_pages(state, sum(config.sparse_layers[:layer]), merged=merged)
+        arena_AW, x_TD, of_layer = run_layer(w, x_TD, arena_AW, table_RGF, pages, jnp.int32(first), window=window)
+        if of_layer is not None:
+            seen.append(of_layer)
+    hidden_TD = rms_norm(x_TD, weights.norm_D, config.rms_norm_eps)
+    return arena_AW, hidden_TD.reshape(num_rows, num_tokens, -1), ExpertTrace.of_layers(seen)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps run on: the choice, and whole steps on the kernels, interpreted and lowered for CUDA on any machine."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pagedweight_jax.config import ServeConfig
+from pagedweight_jax.errors import UserError
+from pagedweight_jax.models.weights import init_weights, without_experts
+from pagedweight_jax.paging.page_map import PageMap
+from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.implementation import choose_implementation
+from pagedweight_jax.serving.state import init_state, make_geometry
+from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.dense import pallas_triton as dense
+from pallas_kernels.frames import pallas_triton as frames
+from pallas_kernels.moe_ffn import pallas_triton as moe_ffn
+from pallas_kernels.paged_attention import pallas_triton as paged_attention
+from pallas_kernels.routing import pallas_triton as routing
+
+KERNELS = {
+    dense: ("project", "project_add", "gated", "logits"),
+    frames: ("scatter_frames",),
+    moe_ffn: ("moe_ffn",),
+    paged_attention: ("paged_attention", "rotate_and_write_kv"),
+    routing: ("norm_and_route", "norm_route_and_gate"),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """As much of a ``jax.Device`` as the choice looks at."""
+
+    platform: str
+    compute_capability: str | None = None
+    device_kind: str = "some device"
+
+
+H200, OLD, OTHER, CPU = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("gpu", "gfx942"), Device("cpu")
+
+
+@pytest.mark.parametrize(("device", "default"), [(H200, "triton"), (OLD, "xla"), (OTHER, "xla"), (CPU, "xla")])
+def test_kernels_are_the_default_where_they_run_and_an_error_where_they_do_not(device, default, tiny_config):
+    assert choose_implementation(None, tiny_config(), device) == default
+    assert choose_implementation("xla", tiny_config(), device) == "xla"
+    if default == "triton":
+        assert choose_implementation("triton", tiny_config(), device) == "triton"
+    else:
+        with pytest.raises(UserError, match=r"^implementation triton cannot run: it needs an NVIDIA GPU.*xla runs any"):
+            choose_implementation("triton", tiny_config(), device)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"head_dim": 24}, "the model's are 24 wide"), ({"moe_intermediate_size": 20}, "the model has 40x64")],
+)
+def test_models_that_no_kernel_takes_run_on_xla(fields, message, tiny_config):
+    assert choose_implementation(None, tiny_config(**fields), H200) == "xla"
+    with pytest.raises(UserError, match=message):
+        choose_implementation("triton", tiny_config(**fields), H200)
+
+
+def test_names_are_checked_before_anything_is_allocated(tiny):
+    with pytest.raises(UserError, match=r"implementation must be one of xla, triton, None, got 'cuda'"):
+        ServeConfig(memory_bytes=1, implementation="cuda")
+    with pytest.raises(UserError, match=r"implementation triton cannot run: .* the device is cpu"):
+        Engine(tiny.checkpoint, ServeConfig(memory_bytes=1, implementation="triton"), jax.devices("cpu")[0])
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Lets ``triton`` run anywhere, slowly; returns the names of the kernels' functions that were called."""
+    called = set()
+
+    def run(function, *args, **keywords):
+        called.add(function.__name__)
+        return function(*args, **(keywords | {"interpret": True}))
+
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, partial(run, getattr(module, name)))
+    return called
+
+
+def jitted(step, implementation):
+    """A program of its own: the jitted steps would keep one that was traced with interpreted kernels."""
+    body = partial(step.__wrapped__, implementation=implementation)
+    return jax.jit(body, static_argnames=("num_steps",) if step is steps.decode_loop else ())
+
+
+def run_whole(tiny, stepping, implementation, bits):
+    """Returns (log-probabilities of a scored chunk, tokens of a row that goes on and of one that begins, sums)."""
+    score, decode = (jitted(step, implementation) for step in (steps.score_step, steps.decode_loop))
+    rng = np.random.default_rng(5)
+    state = stepping.state(bits)
+    chunk, targets = rng.integers(0, 128, (2, stepping.chunk)).astype(np.int32)
+    state, logprobs_T, _, sums = score(tiny.dense, state, np.int32(1), chunk, targets, np.int32(13))
+    state = state.replace(
+        lengths_B=jnp.array([0, 13, 0]), last_tokens_B=jnp.array([5, 9, 0]), remaining_B=jnp.array([2, 9, 0])
+    )
+    state, tokens_NB, decode_sums = decode(tiny.dense, state, num_steps=4)
+    return np.asarray(logprobs_T)[:13], np.asarray(tokens_NB), (sums, decode_sums)
+
+
+def test_whole_steps_on_the_kernels_give_what_xla_gives(tiny, stepping, interpreted, relative_error):
+    bits = stepping.random_bits(4)
+    logprobs_T, tokens, sums = run_whole(tiny, stepping, "triton", bits)
+    assert interpreted >= {"project", "project_add", "logits", "moe_ffn", "paged_attention", "rotate_and_write_kv"}
+    interpreted.clear()
+    expected_T, expected_tokens, expected_sums = run_whole(tiny, stepping, "xla", bits)
+    assert not interpreted
+    assert (expected_tokens >= 0).tolist() == [[True, True, False]] * 2 + [[False, True, False]] * 2
+    assert relative_error(logprobs_T, expected_T) < 1e-5
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), sums, expected_sums)
+    other_T, *_ = run_whole(tiny, stepping, "xla", np.roll(bits, 1, axis=1))
+    assert relative_error(logprobs_T, other_T) > 1e-3
+
+
+def test_pages_land_through_the_kernel_as_they_do_through_xla(tiny, interpreted):
+    layout = tiny.checkpoint.manifest.layouts()[0]
+    rng = np.random.default_rng(6)
+    pages = rng.integers(0, 2**32, (3, layout.page_frames(0), layout.frame_words), dtype=np.uint32)
+    count = pages.shape[0] * pages.shape[1]
+    to = rng.permutation(2 * count)[:count].reshape(pages.shape[:2]).astype(np.int32)
+    to[1] = 2 * count  # out of range: this page is dropped
+    runs = [
+        np.asarray(jitted(steps.land_pages, name)(jnp.zeros((2 * count, layout.frame_words), jnp.uint32), pages, to))
+        for name in ("triton", "xla")
+    ]
+    np.testing.assert_array_equal(*runs)
+    assert interpreted == {"scatter_frames"}
+    np.testing.assert_array_equal(runs[0][to[2]], pages[2])
+    assert not np.array_equal(runs[0][to[0]], pages[2])
+
+
+def cuda_device():
+    """A context that lowers as a process on an H200 would."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def abstract_model(config, rows):
+    """Returns the shapes of (weights, state) in bfloat16, with an arena of more than 2^32 bytes."""
+    pair = [BlockLayout(*config.block_shape(kind), kind == 0, 3, 8, 4096) for kind in range(2)]
+    geometry = make_geometry(config, pair, "bfloat16", rows, 2048)
+    shape, blocks = jax.ShapeDtypeStruct, (config.num_sparse_layers, config.num_experts)
+    pages = PageMap(
+        bits_LEU=shape((*blocks, 2), jnp.int32),
+        gate_up_frames_LEF=shape((*blocks, pair[0].block_frames), jnp.int32),
+        down_frames_LEF=shape((*blocks, pair[1].block_frames), jnp.int32),
+    )
+    arena = shape(((5 << 30) // (4 * 4096), 4096), jnp.uint32)
+    weights = jax.eval_shape(lambda: without_experts(init_weights(config, jax.random.key(0), jnp.bfloat16)))
+    return weights, jax.eval_shape(partial(init_state, geometry), arena, pages)
+
+
+def test_whole_steps_of_a_full_size_model_lower_to_triton(tiny_config):
+    """Two layers of Qwen1.5-MoE-A2.7B's sizes; every layer lowers alike."""
+    config = replace(
+        tiny_config(num_layers=2, num_heads=16, num_kv_heads=16, head_dim=128, num_experts=60, num_experts_per_tok=4),
+        vocab_size=151_936,
+        hidden_size=2048,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+    )
+    scalar, chunk = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2048,), jnp.int32)
+    for step, rows, args in (
+        (steps.decode_loop, 16, (8,)),
+        (steps.prefill_step, 16, (scalar, chunk, scalar, scalar)),
+    ):
+        for implementation in ("triton", "xla"):
+            weights, state = abstract_model(config, rows)
+            with cuda_device():
+                traced = step.trace(weights, state, *args, implementation=implementation)
+                text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            names = ["rotate_and_write_kv", "attend"]
+            if step is steps.decode_loop:
+                names += ["project", "norm_route_and_gate", "gate_up", "down"]
+            for name in names:
+                assert (f'name = "{name}"' in text) == (implementation == "triton")
