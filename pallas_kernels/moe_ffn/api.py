@@ -9,6 +9,9 @@ from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
 IMPLEMENTATIONS = ("xla", "triton")
 
+DECODE_TOKENS = 64
+"""More tokens than these are a prefill chunk: products grouped over experts, with other sums than a decode step's."""
+
 
 def moe_ffn(
     arena_AW: jax.Array,
@@ -49,7 +52,7 @@ def moe_ffn(
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
     run = reference.moe_ffn
     if implementation == "triton":
-        from pallas_kernels.moe_ffn import pallas_triton  # JAX may be without Triton: ask only when it is wanted
+        from pallas_kernels.moe_ffn import grouped, pallas_triton  # JAX may be without Triton: only when it is wanted
 
-        run = pallas_triton.moe_ffn
+        run = pallas_triton.moe_ffn if m_TD.shape[0] <= DECODE_TOKENS else grouped.moe_ffn
     return run(arena_AW, pages, m_TD, ids_TK.astype(jnp.int32), weights_TK, activation)

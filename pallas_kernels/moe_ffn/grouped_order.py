@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order the grouped products take pairs, columns and rows.
+
+Pairs p = t K + k are sorted by expert; an expert's pairs are cut into tiles of a fixed number of slots, the last of
+them partly empty. Shapes do not depend on the routing: there are as many tiles as the worst one needs.
+
+Columns and rows are taken such that a thread multiplies the very weights whose words it has loaded. The tensor core
+instruction wants of thread 4 g + q of warp v of its first operand
+
+      rows    16 v + g  and  16 v + g + 8        columns    8 i + 2 q  and  8 i + 2 q + 1
+
+so a chunk is 4 words of a row, one for each q, and its 128 columns are, for i = 4 s + n::
+
+      position  =  128 chunk + 8 i + 2 q + half          bit j = s + 4 (2 n + half) of word q of the chunk
+
+Bands of 4 words and more give whole chunks; the narrow ones share the last chunk, with positions that hold no column.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._triton import CompilerParams, load, store
+from pallas_kernels.bitplane import BlockLayout
+
+WORDS = 4
+"""Words of a chunk."""
+
+CHUNK = 32 * WORDS
+"""Columns of a chunk."""
+
+SORT_WARPS = 8
+SORT_BLOCK = 4096
+"""Pairs that a sorting program looks at together."""
+
+
+def whole_chunks(layout: BlockLayout) -> int:
+    """Returns how many chunks the bands of 4 words and more have."""
+    return sum(tiles * width // WORDS for width, tiles in layout.bands if width >= WORDS)
+
+
+def narrow_bands(layout: BlockLayout) -> list[tuple[int, int]]:
+    """Returns (band, first word in the last chunk) of the bands of fewer than 4 words; each has one tile."""
+    found, word = [], 0
+    for band, (width, _) in enumerate(layout.bands):
+        if width < WORDS:
+            found.append((band, word))
+            word += width
+    return found
+
+
+def num_chunks(layout: BlockLayout) -> int:
+    return whole_chunks(layout) + bool(narrow_bands(layout))
+
+
+def order_columns(x_XC: jax.Array | np.ndarray, layout: BlockLayout, fill=0) -> jax.Array | np.ndarray:
+    """Returns the rows' columns by position, [X, 128 chunks]; ``fill`` where a position holds none."""
+    xp, rows = np if isinstance(x_XC, np.ndarray) else jnp, x_XC.shape[0]
+    parts, column = [], 0
+    for width, tiles in layout.bands:
+        end = column + 32 * width * tiles
+        parts.append(x_XC[:, column:end].reshape(rows, tiles, 32, width).swapaxes(2, 3).reshape(rows, -1, 32))
+        column = end
+    empty = num_chunks(layout) * WORDS - column // 32
+    x_XWJ = xp.pad(xp.concatenate(parts, axis=1), ((0, 0), (0, empty), (0, 0)), constant_values=fill)
+    x = x_XWJ.reshape(rows, -1, WORDS, 4, 2, 4)  # chunk, q, n, half, s
+    return x.transpose(0, 1, 5, 3, 2, 4).reshape(rows, -1)
+
+
+def loaded_rows(num_rows: int, num_warps: int) -> jax.Array:
+    """Returns which of a program's R rows is loaded as r-th, int32[R]: thread 4 g + q of warp v loads row 8 v + g."""
+    warps = min(num_warps, num_rows // 16)
+    r = jnp.arange(num_rows, dtype=jnp.int32)
+    g, warp, repeat = r & 7, (r >> 3) & (warps - 1), r // (8 * warps)
+    return g + 8 * (repeat & 1) + 16 * (warp + warps * (repeat >> 1))
+
+
+def order_weights(w: jax.Array, num_warps: int) -> jax.Array:
+    """Returns [R, 128], rows in their order and columns by position, from [R, 4, 4, .., 2]: row loaded as r-th, q, i.
+
+    Moves nothing between threads if r-th row and q are where ``loaded_rows`` says.
+    """
+    num_rows, inner = w.shape[0], w.shape[2:]
+    warps = min(num_warps, num_rows // 16)
+    w = w.reshape(num_rows // (16 * warps), 2, warps, 8, WORDS, *inner)
+    i_axes = range(5, 4 + len(inner))
+    return w.transpose(0, 2, 1, 3, *i_axes, 4, w.ndim - 1).reshape(num_rows, CHUNK)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tiles:
+    """Pairs by expert.
+
+    Attributes:
+      pairs_P: int32, the used pairs, those of an expert together and in their order; what follows them is undefined.
+      expert_N: int32, each tile's expert, E where there is no tile.
+      first_N, count_N: int32, where the tile begins in ``pairs_P``, and how many pairs it holds.
+    """
+
+    pairs_P: jax.Array
+    expert_N: jax.Array
+    first_N: jax.Array
+    count_N: jax.Array
+
+
+def sort_pairs(ids_P: jax.Array, num_experts: int, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (pairs_P, first_E, count_E): the pairs sorted by expert, and each expert's part of them.
+
+    One program per expert counts the pairs of those before it and ranks its own.
+    """
+    num_pairs = ids_P.shape[0]
+    block = min(pl.next_power_of_2(num_pairs), SORT_BLOCK)
+
+    def kernel(ids, pairs, first, count):
+        e = pl.program_id(0)
+
+        def read(i):
+            pair_Z = i * block + jnp.arange(block, dtype=jnp.int32)
+            return pair_Z, load(ids.at[pair_Z], mask=pair_Z < num_pairs, other=jnp.int32(num_experts))
+
+        def count_before(i, before):
+            return before + jnp.sum((read(i)[1] < e).astype(jnp.int32))
+
+        def rank(i, end):
+            pair_Z, ids_Z = read(i)
+            mine_Z = ids_Z == e
+            rank_Z = jnp.cumsum(mine_Z.astype(jnp.int32))
+            place_Z = jnp.where(mine_Z, end + rank_Z - 1, num_pairs + pair_Z)  # masked ones are past the end
+            store(pairs.at[place_Z], pair_Z, mask=mine_Z)
+            return end + jnp.max(rank_Z)
+
+        blocks = pl.cdiv(num_pairs, block)
+        start = lax.fori_loop(0, blocks, count_before, jnp.int32(0))
+        first[e] = start
+        count[e] = lax.fori_loop(0, blocks, rank, start) - start
+
+    any_space, ints_E = pl.BlockSpec(memory_space=pl.ANY), jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+    return pl.pallas_call(
+        kernel,
+        grid=(num_experts,),
+        in_specs=[any_space],
+        out_specs=[any_space] * 3,
+        out_shape=[jax.ShapeDtypeStruct((num_pairs,), jnp.int32), ints_E, ints_E],
+        compiler_params=CompilerParams(num_warps=SORT_WARPS, num_stages=1),
+        interpret=interpret,
+        name="sort_pairs",
+    )(ids_P)
+
+
+def make_tiles(ids_P: jax.Array, num_experts: int, tile: int, interpret: bool = False) -> Tiles:
+    """Returns the tiles of ``tile`` slots each; pairs with an id of E or more are in none."""
+    pairs_P, first_E, count_E = sort_pairs(ids_P, num_experts, interpret)
+    tiles_E = -(-count_E // tile)
+    end_E = jnp.cumsum(tiles_E)
+    tile_N = jnp.arange(ids_P.shape[0] // tile + num_experts, dtype=jnp.int32)
+    expert_N = jnp.sum(end_E[None] <= tile_N[:, None], axis=1, dtype=jnp.int32)
+    e_N = jnp.minimum(expert_N, num_experts - 1)
+    slot_N = (tile_N - (end_E - tiles_E)[e_N]) * tile
+    return Tiles(pairs_P, expert_N, first_E[e_N] + slot_N, jnp.minimum(count_E[e_N] - slot_N, tile))
