@@ -21,7 +21,6 @@ import numpy as np
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
-from pagedweight_jax.paging.arena import FREE, KV, RETIRED, WEIGHT
 from pagedweight_jax.paging.invariants import check_invariants
 from pagedweight_jax.paging.mover import PageMover
 from pagedweight_jax.planning.calibration import Calibration
@@ -311,14 +310,8 @@ class Engine:
         self, schedule: Schedule, observation: Observation, moves: Moves, finished: list[Request], num_tokens: int
     ) -> None:
         """Makes the boundary's record, and begins the next one."""
-        frame_bytes = self.state.geometry.frame_bytes
-        memory = MemoryUse(
-            kv_bytes=self.allocator.count(KV) * frame_bytes,
-            weight_bytes=self.allocator.count(WEIGHT) * frame_bytes,
-            releasing_bytes=self.allocator.count(RETIRED) * frame_bytes,
-            free_bytes=self.allocator.count(FREE) * frame_bytes,
-            device_bytes=self._held_bytes(),
-            budget_bytes=self.ledger.budget_bytes,
+        memory = MemoryUse.of(
+            self.allocator, self.state.geometry.frame_bytes, self._held_bytes(), self.ledger.budget_bytes
         )
         event = BoundaryEvent(
             boundary=self._boundary,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pagedweight_jax.errors import UserError
+from pagedweight_jax.paging.arena import FREE, KV, RETIRED, WEIGHT, FrameAllocator
 
 KEPT_EVENTS = 10_000
 """Boundaries that an engine remembers, some 30 MB."""
@@ -54,6 +55,18 @@ class MemoryUse:
     free_bytes: int
     device_bytes: int
     budget_bytes: int
+
+    @classmethod
+    def of(cls, allocator: FrameAllocator, frame_bytes: int, device_bytes: int, budget_bytes: int) -> "MemoryUse":
+        """Returns the use of an arena whose frames are the allocator's."""
+        return cls(
+            kv_bytes=allocator.count(KV) * frame_bytes,
+            weight_bytes=allocator.count(WEIGHT) * frame_bytes,
+            releasing_bytes=allocator.count(RETIRED) * frame_bytes,
+            free_bytes=allocator.count(FREE) * frame_bytes,
+            device_bytes=device_bytes,
+            budget_bytes=budget_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
