@@ -30,7 +30,7 @@ class Observation:
     Attributes:
       boundary: number of the safe boundary, counted from the start of serving.
       kv: pressure of the KV cache.
-      requests: what the running requests' tokens showed.
+      requests: what the tokens of all running requests showed; nothing yet, of those that are new.
       kv_blocks: KV blocks that each of them holds, in the same order.
     """
 

@@ -28,6 +28,7 @@ from pagedweight_jax.planning.observation import KVPressure, Observation
 from pagedweight_jax.planning.planner import plan_reload, plan_step, releasable_bytes
 from pagedweight_jax.planning.pressure import target_bytes_from_kv_pressure
 from pagedweight_jax.planning.queue import MovePlan, PlanQueue
+from pagedweight_jax.planning.signals import RequestSignals
 from pagedweight_jax.serving.calls import Call, collect, dispatch
 from pagedweight_jax.serving.events import BoundaryEvent, EventLog, MemoryUse, Moves
 from pagedweight_jax.serving.kv_blocks import KVBlocks
@@ -256,12 +257,13 @@ class Engine:
             releasing_blocks=self.residency.releasing_frames // geometry.frames_per_block,
             block_bytes=geometry.block_bytes,
         )
-        seen = [(row, r.signals) for row, r in self.scheduler.running.items() if r.signals is not None]
+        silent = RequestSignals.empty(self.model.num_sparse_layers, self.model.num_experts)
+        running = self.scheduler.running if self._observes else {}
         return Observation(
             boundary=self._boundary,
             kv=kv,
-            requests=tuple(signals for _, signals in seen),
-            kv_blocks=tuple(int(self.blocks.num_blocks_B[row]) for row, _ in seen),
+            requests=tuple(request.signals or silent for request in running.values()),
+            kv_blocks=tuple(int(self.blocks.num_blocks_B[row]) for row in running),
         )
 
     def _plan(self, observation: Observation, record: BoundaryEvent | None) -> Moves:

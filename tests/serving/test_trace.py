@@ -13,6 +13,7 @@ from pagedweight_jax.models import transformer
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.planning.policy import Policy
+from pagedweight_jax.planning.signals import request_weights
 from pagedweight_jax.serving import engine as engine_module
 from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.engine import Engine
@@ -247,12 +248,33 @@ def test_the_planner_sees_the_running_requests_and_their_blocks(engine, serve, m
     monkeypatch.setattr(engine_module, "plan_step", lambda *args: (seen.append(args[1]), plan_step(*args))[1])
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     serve((tuple(range(1, 31)), params), (tuple(range(1, 5)), params))
-    assert seen[0].requests == ()
     assert max(len(observation.requests) for observation in seen) == 2
-    both = next(observation for observation in seen if len(observation.requests) == 2)
+    both = next(observation for observation in seen if all(request.tokens for request in observation.requests))
     assert [request.tokens for request in both.requests] == [CHUNK, pytest.approx(4 * 0.5 ** (4 / 30) + 4)]
     block_tokens = engine.state.geometry.kv.block_tokens
     assert both.kv_blocks == (-(-(30 + 4) // block_tokens), -(-(4 + 5 + 2 * 4) // block_tokens))
+
+
+def test_requests_that_have_shown_nothing_yet_hold_their_share_of_the_blocks(engine, serve, monkeypatch):
+    seen, plan_step = [], engine_module.plan_step
+    monkeypatch.setattr(engine_module, "plan_step", lambda *args: (seen.append(args[1]), plan_step(*args))[1])
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.add_request(tuple(range(1, 5)), params)
+    for _ in range(3):
+        engine.step()
+    engine.add_request(tuple(range(1, 41)), params)
+    engine.step()
+    alone, beside = seen[-2:]
+    assert [len(observation.requests) for observation in seen] == [1, 1, 1, 2]
+    assert [request.tokens > 0 for request in beside.requests] == [True, False]
+    assert beside.kv_blocks[1] > 0
+    weight, silent = request_weights(beside.kv_blocks, [request.tokens for request in beside.requests], 256.0)
+    [before] = request_weights(alone.kv_blocks, [request.tokens for request in beside.requests[:1]], 256.0)
+    assert silent == 0
+    assert weight == pytest.approx(before * beside.kv_blocks[0] / sum(beside.kv_blocks))
+    for name in SHAPES.keys() - {"count_LE"}:
+        assert not getattr(beside.requests[1], name).any()
+    serve()
 
 
 def test_nothing_is_read_or_kept_where_nobody_asks(engine, serve):
