@@ -37,9 +37,7 @@ class Prior:
     @classmethod
     def of(cls, calibration: Calibration, bytes_UQ: np.ndarray, config: PlannerConfig) -> "Prior":
         """Returns the prior of a server whose blocks take M_u^b = ``bytes_UQ``."""
-        features_XLEU = None
-        if calibration.heads is not None and calibration.policy.alpha and config.prompt_residual:
-            features_XLEU = log_features(calibration.features_LEUX)
+        features_XLEU = log_features(calibration.features_LEUX) if _heads_count(calibration, config) else None
         damage_LEUR = prior_damage(calibration, bytes_UQ, config.global_sensitivity)
         return cls(damage_LEUR=damage_LEUR, features_XLEU=features_XLEU)
 
@@ -47,6 +45,12 @@ class Prior:
 def effective_policy(calibration: Calibration, config: PlannerConfig) -> Policy:
     """Returns the policy whose buckets count: a neutral one where routing statistics or all sensitivity is off."""
     return calibration.policy if config.routing_statistics and config.global_sensitivity else NEUTRAL_POLICY
+
+
+def reads_signals(calibration: Calibration, config: PlannerConfig) -> bool:
+    """Returns whether damage depends on what the requests' tokens showed."""
+    buckets = effective_policy(calibration, config).edges
+    return bool(buckets) or (config.global_sensitivity and _heads_count(calibration, config))
 
 
 def expert_buckets(observation: Observation, calibration: Calibration, policy: Policy) -> np.ndarray:
@@ -92,3 +96,7 @@ def prior_damage(calibration: Calibration, bytes_UQ: np.ndarray, global_sensitiv
 def _request_weights(observation: Observation, policy: Policy) -> np.ndarray:
     tokens = [request.tokens for request in observation.requests]
     return request_weights(observation.kv_blocks, tokens, policy.prior_tokens)
+
+
+def _heads_count(calibration: Calibration, config: PlannerConfig) -> bool:
+    return calibration.heads is not None and calibration.policy.alpha > 0 and config.prompt_residual

@@ -28,6 +28,7 @@ from pagedweight_jax.planning.observation import KVPressure, Observation
 from pagedweight_jax.planning.planner import plan_reload, plan_step, releasable_bytes
 from pagedweight_jax.planning.pressure import target_bytes_from_kv_pressure
 from pagedweight_jax.planning.queue import MovePlan, PlanQueue
+from pagedweight_jax.planning.scoring import reads_signals
 from pagedweight_jax.planning.signals import RequestSignals
 from pagedweight_jax.serving.calls import Call, collect, dispatch
 from pagedweight_jax.serving.events import BoundaryEvent, EventLog, MemoryUse, Moves
@@ -210,8 +211,7 @@ class Engine:
 
     @property
     def _observes(self) -> bool:
-        planner = self.config.planner
-        return self._plans and (planner.routing_statistics or planner.prompt_residual)
+        return self._plans and reads_signals(self.calibration, self.config.planner)
 
     def _held_bytes(self) -> int:
         """Device bytes at this moment, counted from the arrays themselves."""

@@ -166,7 +166,11 @@ def engine(tiny):
         kv_dtype="float32",
     )
     engine = Engine(tiny.checkpoint, config)
-    engine.calibration = dataclasses.replace(engine.calibration, policy=Policy(half_life_tokens=30.0))
+    two = Policy(
+        edges=(1.0,), multipliers=(0.5, 2.0), floors=(0, 0), depth_caps=(None, None), half_life_tokens=30.0
+    )
+    mass_LE = np.full(engine.calibration.sensitivity_LEUQ.shape[:2], 0.25)
+    engine.calibration = dataclasses.replace(engine.calibration, mass_LE=mass_LE, policy=two)
     yield engine
     engine.close()
 
@@ -278,15 +282,17 @@ def test_requests_that_have_shown_nothing_yet_hold_their_share_of_the_blocks(eng
 
 
 def test_nothing_is_read_or_kept_where_nobody_asks(engine, serve):
-    config = engine.config
-    for planner in (
-        PlannerConfig(routing_statistics=False, prompt_residual=False),
-        PlannerConfig(page_movement=False),
+    config, calibration = engine.config, engine.calibration
+    neutral = dataclasses.replace(calibration, policy=Policy())  # as of a checkpoint without policy.json
+    for planner, known in (
+        (PlannerConfig(routing_statistics=False, prompt_residual=False), calibration),
+        (PlannerConfig(page_movement=False), calibration),
+        (PlannerConfig(), neutral),
     ):
-        engine.config = dataclasses.replace(config, planner=planner)
+        engine.config, engine.calibration = dataclasses.replace(config, planner=planner), known
         [(_, signals)] = serve((tuple(range(1, 9)), SamplingParams(max_tokens=5)))
         assert signals is None
-    engine.config = config
+    engine.config, engine.calibration = config, calibration
     engine.add_request((1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
     held_bytes = sum(array.nbytes for call in engine._in_flight for array in call.arrays)
