@@ -186,6 +186,8 @@ class Engine:
     def lower_to(self, bits: int) -> None:
         """Lowers every block that runs at more than ``bits`` bits to it, at this boundary: uniform widths by hand.
 
+        A dynamic engine begins to raise them again at its next boundary with room for it: see ``freeze``.
+
         Raises:
           UserError: bits that the checkpoint does not have.
         """
