@@ -150,7 +150,6 @@ def test_random_traffic_changes_no_token_loses_nothing_and_ends(squeezed):
             waits = event.rows and not event.chunks and not event.decode_steps
             seen.update(preempted=len(event.preempted), lowered=len(event.lowered), raised=len(event.raised))
             seen.update(dropped=event.pages_cancelled, landed=event.pages_landed, waits=int(waits))
-    print(seen)
     assert min(seen.values()) > 0, seen
 
 
