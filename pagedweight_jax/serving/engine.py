@@ -63,7 +63,9 @@ class Engine:
     ):
         device = device or jax.devices()[0]
         loaded = load(checkpoint, config, device, progress, calibration)
-        self.config = config
+        # What cannot land at a boundary would wait in frames that the KV cache may need meanwhile.
+        most_bytes = min(config.planner.max_reload_bytes, loaded.ledger.staging_bytes // 2)
+        self.config = replace(config, planner=replace(config.planner, max_reload_bytes=most_bytes))
         self.model = checkpoint.manifest.config
         self.ledger = loaded.ledger
         self.events = EventLog()

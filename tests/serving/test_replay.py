@@ -72,7 +72,7 @@ def recorded(tiny, late_mover, tmp_path_factory):
     assert not all(same), "tokens do not depend on the bits: a replay of them would show nothing"
     engine.close()
     path = tmp_path_factory.mktemp("record") / "events.jsonl"
-    last = max(event.boundary for event in events if event.finished and event.finished[0] < len(work))
+    last = max(e.boundary for e in events if any(number < len(work) for number in (*e.finished, *e.cancelled)))
     write_events(path, events[: last + 1])
     return read_events(path), requests
 
