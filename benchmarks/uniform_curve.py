@@ -31,7 +31,7 @@ from pressure_cases import (
 
 from pagedweight_jax.checkpoint.paged import open_checkpoint
 
-GRID = (3.0, 3.25, 3.5, 4.0, 4.5)
+GRID = (3.0, 3.5, 4.0)
 """Budgets of the curve, in bits that they leave the experts' pages beside full contexts."""
 
 PAGED, LARGE, STATIC = "paged", "paged, staging not counted", "static mixed widths"
