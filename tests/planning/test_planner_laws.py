@@ -108,6 +108,26 @@ def test_a_short_head_of_the_order_changes_nothing(planning, seed, kind, target_
         np.testing.assert_array_equal(bits_after(world, short.plans[stage]), bits_after(world, plan))
 
 
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.4, 0.9])
+@pytest.mark.parametrize("kind", ["rough", "rich"])
+def test_many_steps_are_not_all_sorted_and_the_plans_are_the_same(planning, kind, share, monkeypatch):
+    world, _ = draw(planning, 5, kind, shape=(12, 50, 2))
+    initial_LEU = np.full(world.table.desired_LEU.shape, planning.max_bits, np.uint8)
+    queue = PlanQueue.start(initial_LEU)
+    target_bytes = int(share * releasable_bytes(world.table, world.calibration, queue, CONFIG))
+    orders = []
+    order_of = greedy.greedy_order
+    monkeypatch.setattr(greedy, "greedy_order", lambda *given: orders.append(order_of(*given)) or orders[-1])
+    sampled, _ = step(planning, world, target_bytes, queue)
+    assert share > 0.5 or not orders[0].complete
+    monkeypatch.setattr(greedy, "SPARE_SAMPLES", 10**9)
+    sorted_all, _ = step(planning, world, target_bytes, queue)
+    assert orders[-1].complete
+    assert list(sampled.plans) == list(sorted_all.plans)
+    for stage, plan in sorted_all.plans.items():
+        np.testing.assert_array_equal(sampled.plans[stage].new_LEU, plan.new_LEU)
+
+
 @settings(max_examples=100, deadline=None)
 @given(seed=seeds, ties=st.booleans(), num_bytes=st.integers(1, 80))
 def test_the_head_is_the_first_steps_of_the_order(planning, seed, ties, num_bytes):
