@@ -64,17 +64,11 @@ def positive_importance(importance_EC: np.ndarray) -> np.ndarray:
     return np.where(mean_E1 > 0, np.maximum(importance_EC, FLOOR * mean_E1), 1.0)
 
 
-def check_weights(w_ENC: np.ndarray, name: str) -> None:
-    """Raises UserError, with the expert and the row, if a weight is NaN or infinite."""
-    for e in range(len(w_ENC)):  # one expert at a time bounds the temporaries
-        _refuse(~np.isfinite(w_ENC[e].astype(np.float32)).all(axis=1)[None], name, NOT_FINITE, e)
-
-
-def _refuse(bad_EN: np.ndarray, name: str, why: str, first_expert: int = 0) -> None:
+def _refuse(bad_EN: np.ndarray, name: str, why: str) -> None:
     """Raises UserError naming the first bad row, if there is one."""
     if bad_EN.any():
         e, n = np.argwhere(bad_EN)[0]
-        raise UserError(f"{name}: expert {first_expert + e}, row {n} {why}")
+        raise UserError(f"{name}: expert {e}, row {n} {why}")
 
 
 def _check(w_ENC: Array, importance_EC: np.ndarray, min_bits: int, max_bits: int, name: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from pagedweight_jax.calibrate.any_precision import AnyPrecision, check_weights, quantize
+from pagedweight_jax.calibrate.any_precision import AnyPrecision, quantize
 from pagedweight_jax.calibrate.fisher import row_weights
 from pagedweight_jax.calibrate.hessian import InputMoments, importance, run_layer
 from pagedweight_jax.calibrate.hidden import HiddenStates
@@ -106,14 +106,16 @@ def _convert_experts(
     config = manifest.config
     sparse_layer = sum(config.sparse_layers[:layer])
     num_steps = len(KINDS) * config.num_sparse_layers
+    for moment_EC, name in zip((moments.gate_up_EC, moments.down_EC), KINDS):
+        if not np.isfinite(moment_EC).all():
+            e, c = np.argwhere(~np.isfinite(moment_EC))[0]
+            raise UserError(
+                f"layer {layer} {name}: expert {e}, column {c}: the activations on the calibration text are not finite"
+            )
     *importance_U, uncalibrated_E = importance(moments, min_tokens)
     pages, sensitivity_UEQ = {}, []
     remember = {"uncalibrated": uncalibrated_E, "tokens": moments.tokens_E}
     remember |= {f"fisher/{name}": fisher_EN for name, fisher_EN in fisher.items()}
-    if not all(np.isfinite(importance_EC).all() for importance_EC in importance_U):
-        for w_ENC, name in zip((experts.gate_up_ENC, experts.down_ENC), KINDS):  # a bad weight spoils its layer's h
-            check_weights(w_ENC, f"layer {layer} {name}")
-        raise UserError(f"layer {layer}: the activations on the calibration text are not finite")
     for kind, name in enumerate(KINDS):
         progress("quantize", len(KINDS) * sparse_layer + kind, num_steps)
         layout, importance_EC = manifest.layouts()[kind], importance_U[kind].astype(np.float32)

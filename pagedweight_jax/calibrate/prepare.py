@@ -180,16 +180,16 @@ def costs(job: Job) -> Costs:
     S = job.sequences_NS.shape[1]
     attention_bytes = 2 * BATCH_SEQUENCES * config.num_heads * S * S * 4  # scores and probabilities
     on_gpu = jax.default_backend() == "gpu"
-    # The layer as it was read and, without a GPU, as XLA has it; then beside it the codes, LUTs and pages.
+    # The layer as it was read and, without a GPU, as XLA has it; then codes, LUTs, what packs them, and pages.
     running_bytes = layer_bytes + (0 if on_gpu else layer_bytes + attention_bytes)
-    quantizing_bytes = layer_bytes + 2 * max(kind_weights) + layer_pages_bytes
+    quantizing_bytes = layer_bytes + 4 * max(kind_weights) + layer_pages_bytes
     block_bytes = QUANTIZER_BYTES * max(layout.rows * layout.columns for layout in layouts)
     device_bytes = max(layer_bytes + attention_bytes, 6 * max(kind_weights) + block_bytes)
     outer_bytes = _nbytes(replace(shapes, layers=()))
     with_fisher = job.manifest.calibration.importance == "fisher"
     head_bytes = with_fisher * 4 * 4 * CHUNK_TOKENS * config.vocab_size  # logits, probabilities and their gradients
     device_bytes = max(device_bytes, with_fisher * (outer_bytes + head_bytes))
-    top_bytes = outer_bytes * (1 if on_gpu or not with_fisher else 2) + head_bytes
+    top_bytes = 2 * outer_bytes + head_bytes  # once more to transpose, to save and to differentiate
     scratch_bytes = hidden_bytes * (config.num_layers + 3 if with_fisher else 2)
     return Costs(
         read_bytes=_nbytes(shapes) * (3 if with_fisher else 1),

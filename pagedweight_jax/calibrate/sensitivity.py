@@ -66,7 +66,7 @@ def _errors(
     return xp.stack(errors)
 
 
-@partial(jax.jit, static_argnums=4)
+@partial(jax.jit, static_argnums=5)
 def _errors_on_device(
     w_ENC: jax.Array, h_EC: jax.Array, f_EN: jax.Array, codes_ENC: jax.Array, luts: list[jax.Array], shifts: tuple
 ):

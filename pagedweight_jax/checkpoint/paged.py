@@ -191,10 +191,10 @@ class PagedCheckpoint:
     def _load_with_orbax(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         group = group_of(names[0])
         tree = {other: ocp.PLACEHOLDER for other in self.manifest.arrays if group_of(other) == group}
-        for name in names:
-            info = self.manifest.arrays[name]
-            tree[name] = np.empty(info.shape, info.dtype)
         try:
+            for name in names:
+                info = self.manifest.arrays[name]
+                tree[name] = np.empty(info.shape, info.dtype)
             with quiet_orbax():
                 read = ocp.load(self.path / ARRAYS / group, tree)
         except Exception as error:  # Orbax and TensorStore raise many kinds; all of them mean bytes that cannot be read

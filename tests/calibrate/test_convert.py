@@ -235,8 +235,12 @@ def test_a_full_disk_is_noticed_first(hf_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        ("model.layers.1.mlp.experts.2.down_proj.weight", "layer 1 down: expert 2, row 5"),
-        ("model.layers.1.self_attn.q_proj.weight", "layer 1: the activations .* are not finite"),
+        (
+            "model.layers.1.mlp.experts.2.down_proj.weight",
+            r"tensor model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight, row 5 has a weight that is NaN or infinite",
+        ),
+        ("model.layers.1.self_attn.q_proj.weight", r"model\.layers\.1\.self_attn\.q_proj\.weight, row 5 has"),
+        ("model.embed_tokens.weight", r"model\.embed_tokens\.weight, row 5 has"),
     ],
 )
 def test_weights_that_are_not_numbers_are_named(folder, tmp_path, tensor, message):
@@ -248,6 +252,16 @@ def test_weights_that_are_not_numbers_are_named(folder, tmp_path, tensor, messag
     with pytest.raises(UserError, match=message):
         convert(folder, tmp_path / "out", report=silent, **SMALL)
     assert not (tmp_path / "out").exists()
+
+
+def test_activations_that_are_not_numbers_are_named(folder, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"] *= 1e25  # finite, but not the squares of what it makes
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"layer 1 gate_up: expert 2, column 0: the activations .* are not finite"):
+        convert(folder, tmp_path / "out", report=silent, **SMALL)
 
 
 # ---- text ----

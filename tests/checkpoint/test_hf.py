@@ -19,6 +19,7 @@ from pagedweight_jax.checkpoint.hf import (
     read_layer,
     read_outer,
 )
+from pagedweight_jax.checkpoint.tensors import read_into
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import MLPWeights
 
@@ -210,6 +211,33 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(single, how):
     last_or_edited = (lambda: read_outer(source)) if how == "cut short" else (lambda: read_layer(source, 2))
     with pytest.raises(UserError, match=rf"{SINGLE}: tensor \S+ is cut short or has changed while it was read"):
         last_or_edited()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_named(save_hf, tmp_path, dtype, value):
+    save_hf(tmp_path, dtype=dtype, **MIXED)
+
+    def spoil(tensors):
+        tensors[EXPERT][4, 3] = value
+
+    edit(tmp_path / SINGLE, lambda tensors: tensors[EXPERT].fill(np.finfo(np.float16).max))
+    source = open_source(tmp_path, load_config(tmp_path))
+    read_layer(source, 2)
+    edit(tmp_path / SINGLE, spoil)
+    with pytest.raises(UserError, match=f"tensor {EXPERT}, row 4 has a weight that is NaN or infinite"):
+        read_layer(source, 2)
+
+
+def test_an_expert_of_a_fused_tensor_is_named(tmp_path):
+    w_ENC = np.zeros((3, 8, 64), np.float32)
+    w_ENC[2, 5, 63] = np.inf
+    norm_D = np.array([1, np.nan], np.float32)
+    save_file({"experts": w_ENC, "norm": norm_D}, tmp_path / SINGLE)
+    with pytest.raises(UserError, match="tensor experts, expert 2, row 5 has"):
+        read_into([(tmp_path / SINGLE, "experts", np.empty_like(w_ENC))])
+    with pytest.raises(UserError, match="tensor norm has"):
+        read_into([(tmp_path / SINGLE, "norm", np.empty_like(norm_D))])
 
 
 def test_a_tensor_in_two_shards_is_refused(sharded, saved):
