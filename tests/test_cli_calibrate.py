@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``pagedweight calibrate``: policy.json appears whole or not at all, and the run says what it found."""
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 
-from pagedweight_jax.calibrate import sequences
+from pagedweight_jax.calibrate import residual_run, sequences
 from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
 from pagedweight_jax.checkpoint.policy import load_calibration, read_policy
 from pagedweight_jax.cli import main
@@ -125,6 +127,22 @@ def test_a_run_that_was_cut_short_goes_on(run_cli, copy, tmp_path, monkeypatch):
     assert code == 0
     assert "continuing after 2 finished steps" in err
     assert (copy / "policy.json").read_bytes() == whole
+    assert names(tmp_path) == ["tiny"]
+
+
+@pytest.mark.parametrize("last", ["foresight_report", "write_policy"])
+def test_what_was_measured_is_kept_until_the_policy_is_on_the_disk(run_cli, copy, tmp_path, monkeypatch, last):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as context:
+        context.setattr(residual_run, last, full)
+        assert "no space left on the disk; 3 finished steps are kept" in refused(run_cli("calibrate", copy, *SMALL))
+    assert names(tmp_path) == ["tiny", "tiny.policy.partial"]
+    assert not (copy / "policy.json").exists()
+    monkeypatch.setattr(sequences, "read_layer", lambda *_: 1 / 0)
+    assert run_cli("calibrate", copy, *SMALL)[0] == 0
+    assert read_policy(open_checkpoint(copy)) is not None
     assert names(tmp_path) == ["tiny"]
 
 

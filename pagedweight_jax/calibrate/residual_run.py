@@ -20,7 +20,7 @@ from pagedweight_jax.calibrate.text import BETWEEN, choose_sequences, read_text,
 from pagedweight_jax.checkpoint.draft import open_draft
 from pagedweight_jax.checkpoint.manifest import MANIFEST
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress, sha256_of
-from pagedweight_jax.checkpoint.policy import OnlinePolicy, PolicyRun
+from pagedweight_jax.checkpoint.policy import OnlinePolicy, PolicyRun, write_policy
 from pagedweight_jax.config import KINDS
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.paging.table import bytes_table
@@ -103,13 +103,13 @@ def prepare_policy(
     return PolicyJob(checkpoint, run, sequences_NS, journal, tuple(pins))
 
 
-def measure_policy(
+def make_policy(
     job: PolicyJob, *, progress: Progress = no_progress, report: Callable[[str], None] = print
-) -> tuple[OnlinePolicy, HeldOut]:
-    """Returns the policy, not yet written, and the held-out predictions that its fit is told by.
+) -> tuple[Path, OnlinePolicy, HeldOut]:
+    """Writes the checkpoint's policy; returns its path, the policy, and the held-out predictions that tell its fit.
 
-    What was measured lies in ``OUT.policy.partial`` until it is complete: after an interruption the same job goes on
-    behind its last finished layer.
+    What was measured lies in ``OUT.policy.partial`` until the policy is on the disk: after an interruption the same job
+    goes on behind its last finished layer.
 
     Args:
       job: what ``prepare_policy`` returned.
@@ -133,23 +133,21 @@ def measure_policy(
         policy, searched = first_policy(halves(statistics)), {}
         if job.journal is not None:
             policy, searched = _search(statistics, halves, policy, manifest.min_bits, job.journal, json.dumps(inputs))
+        online = OnlinePolicy(
+            run=run,
+            **vars(text_means(whole, fallback_LEUR)),
+            heads=heads,
+            policy=policy,
+            fit={
+                "held_out": held_out_report(held_out, heads, manifest.max_bits),
+                "foresight": foresight_report(halves(statistics), policy),
+                "search": searched,
+            },
+            pins=job.pins,
+        )
+        path = write_policy(checkpoint, online)
         shutil.rmtree(draft.folder)
-    means = text_means(whole, fallback_LEUR)
-    fit = {
-        "held_out": held_out_report(held_out, heads, manifest.max_bits),
-        "foresight": foresight_report(halves(statistics), policy),
-        "search": searched,
-    }
-    return OnlinePolicy(
-        run=run,
-        damage_LEUR=means.damage_LEUR,
-        mass_LE=means.mass_LE,
-        features_LEUX=means.features_LEUX,
-        heads=heads,
-        policy=policy,
-        fit=fit,
-        pins=job.pins,
-    ), held_out
+    return path, online, held_out
 
 
 def _search(

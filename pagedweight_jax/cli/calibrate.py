@@ -46,9 +46,8 @@ def add_verbs(verbs) -> None:
 
 def calibrate(args: argparse.Namespace) -> int:
     from pagedweight_jax.calibrate.residual_report import check_figure, draw_held_out
-    from pagedweight_jax.calibrate.residual_run import measure_policy, prepare_policy
+    from pagedweight_jax.calibrate.residual_run import make_policy, prepare_policy
     from pagedweight_jax.checkpoint.paged import open_checkpoint
-    from pagedweight_jax.checkpoint.policy import write_policy
     from pagedweight_jax.planning.pins import parse_pin
 
     if args.plot:
@@ -63,8 +62,7 @@ def calibrate(args: argparse.Namespace) -> int:
             journal=args.search,
             pins=[parse_pin(text) for text in args.pin],
         )
-        online, held_out = measure_policy(job, progress=progress, report=report)
-        path = write_policy(job.checkpoint, online)
+        path, online, held_out = make_policy(job, progress=progress, report=report)
         if args.plot:
             draw_held_out(args.plot, held_out, f"{args.checkpoint.name}: {args.samples} sequences, each held out once")
     summary = summarize_policy(online)
