@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -146,20 +147,33 @@ def test_what_was_measured_is_kept_until_the_policy_is_on_the_disk(run_cli, copy
     assert names(tmp_path) == ["tiny"]
 
 
-def test_a_search_keeps_a_journal_and_what_is_better(run_cli, copy, tmp_path):
+def test_a_search_keeps_a_journal_and_what_is_better(run_cli, copy, tmp_path, monkeypatch):
+    assert run_cli("calibrate", copy, *SMALL)[0] == 0
+    start = read_policy(open_checkpoint(copy)).policy
     journal = tmp_path / "search.jsonl"
     code, out, _ = run_cli("calibrate", copy, *SMALL, "--search", journal, "--json")
     assert code == 0
     found = json.loads(out)["search"]
+    assert found["relative"] < 1, "a search that finds nothing shows nothing here"
+    assert found["best_policy"] != as_json(start)
+    assert found["best_policy"]["half_life_tokens"] == start.half_life_tokens  # no trial can tell one from another
+    kept = read_policy(open_checkpoint(copy)).policy
+    assert as_json(kept) == (found["best_policy"] if found["relative_on_other_text"] < 1 else as_json(start))
     lines = journal.read_text().splitlines()
     assert found["trials"] <= len(lines) - 1
-    assert found["relative"] <= 1
     policy = (copy / "policy.json").read_bytes()
     run_cli("calibrate", copy, *SMALL, "--search", journal)
     assert journal.read_text().splitlines() == lines  # nothing is tried twice
     assert (copy / "policy.json").read_bytes() == policy
+
+    monkeypatch.setattr(sequences, "read_layer", lambda *_: 1 / 0)
     assert "of a search on" in refused(run_cli("calibrate", copy, *SMALL, "--search", journal, "--seed", "1"))
+    assert "tiny: not a file" in refused(run_cli("calibrate", copy, *SMALL, "--search", copy))
     assert (copy / "policy.json").read_bytes() == policy
+
+
+def as_json(policy):
+    return json.loads(json.dumps(asdict(policy)))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 from pagedweight_jax.calibrate.residual import HeldOut, cross_fit, text_means, whole_sequences
 from pagedweight_jax.calibrate.residual_policy import Halves, first_policy, foresight_report
 from pagedweight_jax.calibrate.residual_report import held_out_report
-from pagedweight_jax.calibrate.search import default_moves, search
+from pagedweight_jax.calibrate.search import default_moves, read_journal, search
 from pagedweight_jax.calibrate.sequences import SequenceStatistics, measure_sequences
 from pagedweight_jax.calibrate.text import BETWEEN, choose_sequences, read_text, tokenize
 from pagedweight_jax.checkpoint.draft import open_draft
@@ -50,6 +50,17 @@ class PolicyJob:
     journal: Path | None
     pins: tuple[Pin, ...]
 
+    @property
+    def inputs(self) -> dict:
+        """JSON values, all that the measurement follows from."""
+        digest = sha256_of(self.checkpoint.path / MANIFEST)
+        return {"checkpoint": digest, "calibration": asdict(self.run), "spans": SPANS}
+
+    @property
+    def subject(self) -> str:
+        """Of the journal."""
+        return json.dumps(self.inputs)
+
 
 def prepare_policy(
     checkpoint: PagedCheckpoint,
@@ -74,8 +85,8 @@ def prepare_policy(
       pins: experts that are to keep a bitwidth at least.
 
     Raises:
-      UserError: no text or too little of it, a size or pin that makes no sense, or a checkpoint that cannot be written
-        to.
+      UserError: no text or too little of it, a size or pin that makes no sense, a checkpoint that cannot be written
+        to, or a journal of another job.
     """
     manifest, config = checkpoint.manifest, checkpoint.manifest.config
     pinned_bits(pins, (config.num_sparse_layers, config.num_experts, len(KINDS)), manifest.min_bits, manifest.max_bits)
@@ -100,7 +111,10 @@ def prepare_policy(
     sequences_NS = choose_sequences(begin, tokens, samples, sequence_length, seed)
     digest = hashlib.sha256(joined.encode()).hexdigest()
     run = PolicyRun(text_sha256=digest, samples=samples, sequence_length=sequence_length, seed=seed)
-    return PolicyJob(checkpoint, run, sequences_NS, journal, tuple(pins))
+    job = PolicyJob(checkpoint, run, sequences_NS, journal, tuple(pins))
+    if journal is not None:
+        read_journal(journal, job.subject)
+    return job
 
 
 def make_policy(
@@ -116,12 +130,11 @@ def make_policy(
       progress, report: what the user sees of the work.
 
     Raises:
-      UserError: an array is damaged, the disk is full, the text uses too few experts, or the journal is of another job.
+      UserError: an array is damaged, the disk is full, or the text uses too few experts.
     """
     checkpoint, run = job.checkpoint, job.run
     manifest, span_tokens = checkpoint.manifest, run.sequence_length // SPANS
-    inputs = {"checkpoint": sha256_of(checkpoint.path / MANIFEST), "calibration": asdict(run), "spans": SPANS}
-    with open_draft(checkpoint.path.with_name(checkpoint.path.name + ".policy"), inputs, report=report) as draft:
+    with open_draft(checkpoint.path.with_name(checkpoint.path.name + ".policy"), job.inputs, report=report) as draft:
         statistics = measure_sequences(checkpoint, job.sequences_NS, span_tokens, draft, progress)
         whole, fallback_LEUR = whole_sequences(statistics), global_damage(checkpoint.sensitivity)
         heads, held_out = cross_fit(whole, fallback_LEUR)
@@ -132,7 +145,7 @@ def make_policy(
 
         policy, searched = first_policy(halves(statistics)), {}
         if job.journal is not None:
-            policy, searched = _search(statistics, halves, policy, manifest.min_bits, job.journal, json.dumps(inputs))
+            policy, searched = _search(statistics, halves, policy, manifest.min_bits, job.journal, job.subject)
         online = OnlinePolicy(
             run=run,
             **vars(text_means(whole, fallback_LEUR)),

@@ -239,6 +239,8 @@ def read_journal(journal: Path, subject: str) -> dict[str, Trial]:
     """
     if not journal.exists():
         return {}
+    if not journal.is_file():
+        raise UserError(f"{journal}: not a file, a search's journal is one")
     known = {}
     try:
         head, *rows = map(json.loads, _whole_lines(journal.read_bytes()).splitlines())
