@@ -62,7 +62,7 @@ class Halves:
       signals_N: what the first halves showed.
       after_NLEUR: damage of each one-bit reduction to the second halves.
       means_N: of text without the sequence.
-      heads: the prompt residual's.
+      heads: the prompt residual's, fitted to all sequences: few numbers, shared by all blocks.
       bytes_UQ: M_u^b for b = min_bits .. max_bits.
       max_bits: from which the planner lowers.
     """

@@ -56,7 +56,9 @@ class OnlinePolicy:
       heads: predict the prompt residual.
       policy: how all of it counts.
       pins: experts that keep a bitwidth at least.
-      fit: JSON values, how well the predictions fit sequences that they had not seen.
+      fit: JSON values: ``held_out``, how well predictions fit sequences that neither means nor heads had seen;
+        ``foresight``, what they are worth to the planner, where the means are of other sequences, the heads of all; and
+        ``search``, what a search for the policy found, which begins with one that was chosen on all sequences.
     """
 
     run: PolicyRun

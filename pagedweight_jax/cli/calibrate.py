@@ -105,7 +105,7 @@ def print_policy(summary: dict, path: Path) -> None:
     if found := summary["search"]:
         console.print(
             f"search: {found['trials']} policies, the best costs {found['relative']:.4f} of the first one's damage, "
-            f"{found['relative_on_other_text'] or 1:.4f} on other sequences"
+            f"{found['relative_on_other_text'] or 1:.4f} on the half of the sequences that it was not tuned on"
         )
 
 

@@ -245,13 +245,21 @@ def test_a_policy_that_releases_too_little_costs_everything():
     assert np.isfinite(halves.costs(replace(strict, stages=(0, 2)))).all()
 
 
-def test_a_sequence_is_judged_by_the_others():
+def test_a_sequence_is_judged_by_the_means_of_the_others_and_the_heads_of_all():
     statistics, g_LEUR = synthetic(num_sequences=10)
     halves = halves_of(statistics, g_LEUR)
     whole = whole_sequences(statistics)
+    of_all, seen = text_means(whole, g_LEUR), []
     for fitted, held in folds(10):
         means = text_means(whole.take(fitted), g_LEUR)
-        np.testing.assert_array_equal(halves.means_N[held[0]].damage_LEUR, means.damage_LEUR)
+        for n in held:
+            seen.append(n)
+            for name, array in vars(means).items():
+                np.testing.assert_array_equal(getattr(halves.means_N[n], name), array)
+                assert (array != getattr(of_all, name)).any()
+    assert sorted(seen) == list(range(10))
+    heads, _ = cross_fit(whole, g_LEUR)
+    np.testing.assert_array_equal(halves.heads.weight_URX, heads.weight_URX)
 
 
 def test_too_little_is_said():
