@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedweight_jax.calibrate.text import OPENERS
 from pagedweight_jax.cli import main
 from pagedweight_jax.cli.checkpoint import parse_bits
 from pagedweight_jax.errors import UserError
@@ -33,6 +34,13 @@ def refused(result):
     assert err.count("\n") == 1
     assert err.startswith("pagedweight: ")
     return err
+
+
+@pytest.mark.parametrize("verb", ["convert", "calibrate"])
+def test_help_names_every_packing_that_a_text_may_have(capsys, verb):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert f"{', '.join(OPENERS)}: packed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_convert_says_what_it_did(run_cli, hf_folder, tmp_path):

@@ -22,7 +22,8 @@ def add_verbs(verbs) -> None:
         type=Path,
         nargs="+",
         default=(),
-        help="files or folders (.jsonl: fields text; .gz, .xz: packed), tokenized as one (default: the checkpoint's)",
+        help="files or folders (.jsonl: fields text; .gz, .xz, .zst: packed), tokenized as one "
+        "(default: the checkpoint's)",
     )
     verb.add_argument("--samples", type=int, default=100, help="sequences (default 100)")
     verb.add_argument("--sequence-length", type=int, default=512, help="tokens of each (default 512)")
