@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the routed feed-forward of decode steps beside its ceilings and its peers on one GPU.
 
-    python benchmarks/kernels.py [--seconds 90] [--only REGEX] [--out benchmarks/results/kernels.jsonl]
+    python benchmarks/kernels.py [--seconds 80] [--only REGEX] [--bits 4,3,6] [--profile] [--no-peers]
 
 A call is ``moe_ffn`` in bfloat16, everything from the tokens' inputs to their weighted sum, on pages strewn over an
 arena of more than 4 GiB. Calls are unrolled in a loop inside one jit, each with expert ids of its own, so that a round
@@ -13,10 +13,12 @@ in a CUDA graph with the same ids.
 """
 
 import argparse
+import gzip
 import json
 import re
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -183,6 +185,25 @@ def seconds_of(run, args) -> float:
     return statistics.median(times)
 
 
+def kernel_times(run, args, calls: int) -> dict[str, float]:
+    """Returns microseconds a call of each kernel, by name, from JAX's profiler; without the gaps between kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=False):
+            run(*args).block_until_ready()
+        [file] = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    streams = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event.get("name") == "thread_name" and "Stream" in event["args"]["name"]
+    }
+    times = {}
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / calls
+    return {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1]) if us > 0.1}
+
+
 def relative_error(out, ref) -> float:
     out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
@@ -255,8 +276,9 @@ def peers(case: Case, ids_STK: np.ndarray) -> dict[str, float]:
     return results
 
 
-def measure(case: Case, compiled: dict, args, ids, m_TD, weights_TK, ids_STK, rounds, copy_rate) -> list[dict]:
-    """Returns the case's records, after the check against the definition."""
+def measure(case: Case, compiled: dict, args, ids, m_TD, weights_TK, ids_STK, rounds, copy_rate, options):
+    """Yields the case's records, after the check against the definition."""
+    widths = [int(bits) for bits in options.bits.split(",")]
     spec, calls = case.spec, rounds * len(ids)
     arena, frames = args
     experts = np.arange(spec.num_experts)
@@ -269,37 +291,41 @@ def measure(case: Case, compiled: dict, args, ids, m_TD, weights_TK, ids_STK, ro
     f, inputs = run(mixed)
     out = f(*inputs)
     pages = pages_of(spec, frames, inputs[0][2])
-    define = jax.jit(partial(reference.moe_ffn, activation=spec.activation))
-    error = relative_error(out, define(arena, pages, m_TD.astype(jnp.float32), ids[-1], weights_TK)[0])
+    error = relative_error(out, compiled["define"](arena, pages, m_TD.astype(jnp.float32), ids[-1], weights_TK)[0])
     if not error < 1e-2:
         raise AssertionError(f"relative error {error}")
-    records = []
 
     def record(what, us, bits_E=None):
         found = {"what": what, "us": round(us, 2), "error": error}
         if bits_E is not None:
             found["gb_s"] = round(plane_bytes(case, ids_STK, bits_E) / us / 1e3, 1)
             found["share_of_copy"] = round(found["gb_s"] * 1e9 / copy_rate, 3)
-        records.append(found)
+        return found
 
-    for bits in range(2, 9):
-        bits_E = np.full(spec.num_experts, bits)
+    named = [(f"{bits} bits", (bits,)) for bits in widths]
+    if 4 in widths:
+        named[1:1] = [(f"{name} bits mixed", mix) for name, mix in MIXED.items()]
+    for name, mix in named:
+        bits_E = np.array(mix)[experts % len(mix)]
         f, inputs = run(bits_E)
-        record(f"{bits} bits", seconds_of(f, inputs) / calls * 1e6, bits_E)
-    for name, widths in MIXED.items():
-        bits_E = np.array(widths)[experts % len(widths)]
-        f, inputs = run(bits_E)
-        record(f"{name} bits mixed", seconds_of(f, inputs) / calls * 1e6, bits_E)
-    record("launches", seconds_of(compiled["launches"], ((), ids, m_TD)) / calls * 1e6)
-    for name, us in peers(case, ids_STK).items():
-        record(name, us)
-    return records
+        yield record(name, seconds_of(f, inputs) / calls * 1e6, bits_E)
+    if options.profile:
+        f, inputs = run(np.full(spec.num_experts, widths[0]))
+        times = kernel_times(f, inputs, calls)
+        yield record(f"{widths[0]} bits, kernels alone", sum(times.values())) | {"kernels": times}
+    yield record("launches", seconds_of(compiled["launches"], ((), ids, m_TD)) / calls * 1e6)
+    if not options.no_peers:
+        for name, us in peers(case, ids_STK).items():
+            yield record(name, us)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=90, help="start no case after this long")
+    parser.add_argument("--seconds", type=float, default=80, help="start no case after this long")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
+    parser.add_argument("--bits", default="4,3,6,8,2,5,7", help="bitwidths, most important first; with 4, mixed ones")
+    parser.add_argument("--profile", action="store_true", help="the time of each kernel as well")
+    parser.add_argument("--no-peers", action="store_true", help="nothing of PyTorch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels.jsonl")
     options = parser.parse_args()
     if jax.devices()[0].platform != "gpu":
@@ -321,8 +347,13 @@ def main() -> int:
             pages = pages_of(spec, frames, bits_EU)
             return pallas_triton.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, spec.activation)[0]
 
+        def define(arena, pages, m_TD, ids_TK, weights_TK):
+            return reference.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, spec.activation)
+
         bits_EU = jnp.full((spec.num_experts, 2), 4, jnp.int32)
+        pages = pages_of(spec, args[1], bits_EU)
         compiled = {
+            "define": jax.jit(define).lower(arena, pages, m_TD.astype(jnp.float32), ids[-1], weights_TK).compile(),
             "layer": loop(layer, rounds).lower((*args, bits_EU, weights_TK), ids, m_TD).compile(),
             "launches": loop(launches(case), rounds).lower((), ids, m_TD).compile(),
         }
@@ -339,17 +370,18 @@ def main() -> int:
             if time.perf_counter() - start > options.seconds:
                 print("out of time for", case.name)
                 continue
+            print(case.name, flush=True)
+            named = {"model": case.spec.name, "tokens": case.tokens, "experts": case.experts}
             try:
-                records = measure(case, *prepared[case].result(), copy_rate)
+                for record in measure(case, *prepared[case].result(), copy_rate, options):
+                    rate = f"{record['gb_s']:>9.0f} GB/s {record['share_of_copy']:>6.1%}" if "gb_s" in record else ""
+                    print(f"    {record['what']:24}{record['us']:>9.1f} us {rate}", flush=True)
+                    if "kernels" in record:
+                        print("       ", record["kernels"], flush=True)
+                    file.write(json.dumps(named | record | about) + "\n")
+                    file.flush()
             except Exception as error:  # one bad case must not lose the rest
                 print("FAILED", case.name, repr(error)[:300], flush=True)
-                continue
-            print(f"{case.name}, relative error {records[0]['error']:.1e}")
-            for record in records:
-                rate = f"{record['gb_s']:>9.0f} GB/s {record['share_of_copy']:>6.1%}" if "gb_s" in record else ""
-                print(f"    {record['what']:24}{record['us']:>9.1f} us {rate}", flush=True)
-                named = {"model": case.spec.name, "tokens": case.tokens, "experts": case.experts}
-                file.write(json.dumps(named | record | about) + "\n")
     return 0
 
 

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named shapes of real models: what tests lower and benchmarks time."""
+"""Named shapes of real models, and arguments of them: what tests lower, benchmarks time and the self-test runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.cases import KernelCase
+from pallas_kernels.moe_ffn import api
 from pallas_kernels.moe_ffn.pages import WeightPages
+
+POISON = 0xFFFFFFFF
+"""What nobody may read: as codes all ones, as float16 NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +85,74 @@ def abstract_args(spec: MoESpec, num_tokens: int, num_frames: int, dtype=jnp.bfl
         shape((num_tokens, spec.top_k), jnp.int32),
         shape((num_tokens, spec.top_k), jnp.float32),
     )
+
+
+def random_pages(spec: MoESpec, bits_EU: np.ndarray, seed: int = 0) -> tuple[jax.Array, WeightPages]:
+    """Returns (arena, pages): random planes and LUTs in frames in random order, ``POISON`` where nothing is resident.
+
+    Args:
+      bits_EU: int[E, 2], bitwidths of gate_up and down.
+    """
+    rng, num_experts = np.random.default_rng(seed), spec.num_experts
+    num_frames = num_experts * sum(layout.block_frames for layout in spec.layouts) + 5
+    arena = np.full((num_frames, spec.frame_words), POISON, np.uint32)
+    free, tables = rng.permutation(num_frames).astype(np.int32), []
+    for kind, layout in enumerate(spec.layouts):
+        count = num_experts * layout.block_frames
+        frames_EF, free = free[:count].reshape(num_experts, -1), free[count:]
+        for e, bits in enumerate(bits_EU[:, kind]):
+            for page in range(bits):
+                frames = frames_EF[e, layout.page_starts[page] : layout.page_starts[page + 1]]
+                words = np.full(frames.size * spec.frame_words, POISON, np.uint32)
+                words[: layout.plane_words] = rng.integers(0, 2**32, layout.plane_words, dtype=np.uint32)
+                if layout.has_lut(page):
+                    start, lut_words = layout.lut_offset_words(page), layout.lut_words(page)
+                    lut = rng.standard_normal(2 * lut_words, dtype=np.float32).astype(np.float16)
+                    words[start : start + lut_words] = lut.view(np.uint32)
+                arena[frames] = words.reshape(frames.size, -1)
+        tables.append(jnp.asarray(frames_EF))
+    pages = WeightPages(
+        bits_EU=jnp.asarray(bits_EU, jnp.int32),
+        gate_up_frames_EF=tables[0],
+        down_frames_EF=tables[1],
+        gate_up=spec.layouts[0],
+        down=spec.layouts[1],
+    )
+    return jnp.asarray(arena), pages
+
+
+def random_tokens(spec: MoESpec, num_tokens: int, seed: int = 0, dtype=jnp.float32) -> tuple:
+    """Returns (m_TD, ids_TK, weights_TK); ids run through all experts and E, which selects nothing, in random order."""
+    rng = np.random.default_rng(seed)
+    ids = np.resize(rng.permutation(spec.num_experts + 1), num_tokens * spec.top_k).reshape(num_tokens, spec.top_k)
+    m_TD = rng.standard_normal((num_tokens, spec.hidden_size)) * spec.hidden_size**-0.5
+    weights_TK = rng.random(ids.shape)
+    return jnp.asarray(m_TD, dtype), jnp.asarray(ids, jnp.int32), jnp.asarray(weights_TK, jnp.float32)
+
+
+def cases() -> list[KernelCase]:
+    """Returns each model's layer with experts at all its bitwidths, for one token, a batch and a chunk of a prompt."""
+    found = []
+    for spec in SPECS.values():
+        few = replace(spec, num_experts=8, top_k=2)  # memory, not shapes: a program sees one expert
+        bits_E = few.min_bits + np.arange(8) % (few.max_bits - few.min_bits + 1)
+
+        def make_args(seed, num_tokens, dtype, spec=few, bits_E=bits_E):
+            tokens = random_tokens(spec, num_tokens, seed, dtype)
+            return *random_pages(spec, np.stack([bits_E, np.roll(bits_E, 3)], axis=1), seed), *tokens
+
+        def layer(*args, implementation, activation=few.activation):
+            return api.moe_ffn(*args, activation=activation, implementation=implementation)
+
+        for num_tokens, dtype, tolerance in ((1, "float32", 5e-5), (16, "bfloat16", 1e-2), (256, "bfloat16", 1e-2)):
+            found.append(
+                KernelCase(
+                    kernel="moe_ffn",
+                    name=f"{spec.name}, {num_tokens} tokens, {dtype}",
+                    make_args=partial(make_args, num_tokens=num_tokens, dtype=dtype),
+                    run=jax.jit(partial(layer, implementation="triton")),
+                    reference=jax.jit(partial(layer, implementation="xla")),
+                    tolerance=tolerance,
+                )
+            )
+    return found
