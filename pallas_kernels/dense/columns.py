@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of columns of ``norm(x) @ w`` for a few rows x: the loop that all dense kernels share.
+"""A block of columns of ``x @ w`` for a few rows x: the loop that all dense kernels share.
 
 A program runs down the rows of its block of w with a pipeline of 16-byte loads in flight and multiplies on tensor
 cores, token rows padded to 16 or 64. Sums of one matrix are added in one order, whatever the number of rows (up to 16,
-or up to 64) and whatever is in the others. The norm needs no pass of its own: with s_t = 1 / sqrt(mean(x_t^2) + eps),
-norm(x) @ w is s_t ((x * norm) @ w) but for rounding, and the program that multiplies a row sees all of it.
+or up to 64) and whatever is in the others.
 """
 
 from dataclasses import dataclass
@@ -38,6 +37,8 @@ class Cut:
       depth: rows of the matrix in a step, a power of two, at least 16.
       ways: stretches of the contraction that a program sums side by side, then in a tree; they make the chain of
         dependent instructions shorter. Taken as 1 where they do not divide the contraction.
+      splits: programs that share a contraction; a second kernel adds what they found, in their order. Taken as 1 where
+        they do not divide the contraction into whole steps.
       num_warps, num_stages: a power of two, and the depth of the pipeline of loads; one step less is in flight.
     """
 
@@ -46,6 +47,7 @@ class Cut:
     ways: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    splits: int = 1
 
 
 def choose_cut(num_tokens: int, num_columns: int, operand) -> Cut:
@@ -95,23 +97,26 @@ def _read(ref, row, column, limits):
     return load(ref.at[row, column], mask=mask, other=0.0)
 
 
-def _tree_sum(parts):
+def tree_sum(parts: list) -> jax.Array:
+    """Returns the sum of arrays, neighbours first."""
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + parts[len(parts) // 2 * 2 :]
     return parts[0]
 
 
-def multiply(x, weights, column_N: jax.Array, cut: Cut, *, norm=None, transposed: bool = False):
-    """Returns (``(x * norm) @ w`` for each matrix, float32[R, N]; the sums of squares of x, float32[R, 1], or None).
+def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total: int | None = None, transposed=False):
+    """Returns ``x @ w`` for each matrix, float32[R, N].
 
     Args:
       x: reference to the token rows [T, C].
       weights: references to matrices [C, N] of one shape, or [N, C] where ``transposed``.
       column_N: the block's columns.
       cut: how programs are cut.
-      norm: reference to the norm's weights [C], or None: then there are no sums of squares.
+      start, depth_total: the stretch of the contraction, a multiple of ``cut.depth`` if it is not all of it.
+      transposed: how the matrices lie.
     """
-    num_tokens, depth_total = x.shape
+    num_tokens, end = x.shape
+    depth_total = end if depth_total is None else depth_total
     num_columns = weights[0].shape[0 if transposed else 1]
     rows, depth, operand = padded_rows(num_tokens), cut.depth, operand_dtype(x, *weights)
     ways = cut.ways if depth_total % (cut.ways * depth) == 0 else 1
@@ -122,34 +127,21 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, norm=None, transposed
         """Conditions that the shapes do not make superfluous."""
         found = [(row, num_tokens)] if row is not None and rows != num_tokens else []
         found += [(column, num_columns)] if column is not None and num_columns % cut.columns else []
-        return found + ([(c, depth_total)] if depth_total % depth else [])
-
-    def read_x(c_C):
-        return _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None]))
+        return found + ([(c, end)] if depth_total % depth else [])
 
     def read_w(w, c_C):
         if transposed:
             return _read(w, column_N[:, None], c_C[None], limits(None, column_N[:, None], c_C[None])).T
         return _read(w, c_C[:, None], column_N[None], limits(None, column_N[None], c_C[:, None]))
 
-    def read_norm(c_C):
-        return load(norm.at[c_C], mask=c_C < depth_total, other=0.0) if depth_total % depth else norm[c_C]
-
-    def step(i, carry):
-        sums, square_RC = [list(parts) for parts in carry[0]], carry[1]
+    def step(i, sums):
+        sums = [list(parts) for parts in sums]
         for way in range(ways):
-            c_C = (way * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
-            x_RC = read_x(c_C)
-            if norm is not None:
-                x_RC = x_RC.astype(jnp.float32)
-                square_RC += x_RC * x_RC
-                x_RC *= read_norm(c_C).astype(jnp.float32)[None]
+            c_C = start + (way * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
+            x_RC = _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None])).astype(operand)
             for w, parts in zip(weights, sums, strict=True):
-                parts[way] += dot(x_RC.astype(operand), read_w(w, c_C).astype(operand))
-        return sums, square_RC
+                parts[way] += dot(x_RC, read_w(w, c_C).astype(operand))
+        return sums
 
     sums = [[jnp.zeros((rows, cut.columns), jnp.float32)] * ways for _ in weights]
-    square_RC = None if norm is None else jnp.zeros((rows, depth), jnp.float32)
-    sums, square_RC = lax.fori_loop(0, steps, step, (sums, square_RC))
-    square_R1 = None if norm is None else jnp.sum(square_RC, axis=1)[:, None]
-    return [_tree_sum(parts) for parts in sums], square_R1
+    return [tree_sum(parts) for parts in lax.fori_loop(0, steps, step, sums)]

@@ -19,6 +19,7 @@ from pallas_kernels.dense.columns import (
     choose_cut,
     multiply,
     operand_dtype,
+    tree_sum,
 )
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
 
@@ -37,8 +38,21 @@ def launch(kernel, name: str, programs: int, out_shape, cut: Cut, interpret: boo
     )(*args)
 
 
-def _norm_scale(square_R1, depth: int, eps: float):
-    return lax.rsqrt(square_R1 / depth + eps)
+def rms_norm(x_TD: jax.Array, norm_D: jax.Array, eps: float, *, interpret: bool = False) -> jax.Array:
+    """Args and result: see ``pallas_kernels.dense.reference.rms_norm``; a program takes a row."""
+    num_columns = x_TD.shape[1]
+
+    def kernel(x, norm, out):
+        t, c_C = pl.program_id(0), jnp.arange(pl.next_power_of_2(num_columns), dtype=jnp.int32)
+        inside_C = c_C < num_columns
+        x_C = load(x.at[t, c_C], mask=inside_C, other=0.0).astype(jnp.float32)
+        norm_C = load(norm.at[c_C], mask=inside_C, other=0.0).astype(out.dtype)
+        scale = lax.rsqrt(jnp.sum(x_C * x_C) / num_columns + eps)
+        store(out.at[t, c_C], (x_C * scale).astype(out.dtype) * norm_C, mask=inside_C)
+
+    cut = Cut(columns=16, depth=16, num_warps=8, num_stages=1)
+    out_shape = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
+    return launch(kernel, "rms_norm", len(x_TD), out_shape, cut, interpret, x_TD, norm_D)
 
 
 def project(
@@ -52,17 +66,17 @@ def project(
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Args and result: see ``pallas_kernels.dense.api.project``."""
-    num_tokens, depth = x_TD.shape
+    num_tokens = len(x_TD)
     if num_tokens > MAX_TOKENS:
         return reference.project(x_TD, weights, norm_D, eps, biases)
     cut = cut or choose_cut(num_tokens, sum(w.shape[1] for w in weights), operand_dtype(x_TD, *weights))
     blocks = [pl.cdiv(w.shape[1], cut.columns) for w in weights]
-    norms = () if norm_D is None else (norm_D,)
+    if norm_D is not None:
+        x_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
     present = [bias for bias in biases if bias is not None]
 
     def kernel(x, *refs):
         refs = iter(refs)
-        norm = None if norm_D is None else next(refs)
         matrices = [next(refs) for _ in weights]
         bias_refs = [None if bias is None else next(refs) for bias in biases]
 
@@ -71,9 +85,7 @@ def project(
             at, mask = block_place(out.shape, column_N)
             if bias is not None:  # ahead of the loop, so that nothing waits for it behind the loop
                 bias_N = load(bias.at[column_N], mask=column_N < out.shape[1], other=0.0).astype(jnp.float32)
-            (y_RN,), square_R1 = multiply(x, [w], column_N, cut, norm=norm)
-            if norm is not None:
-                y_RN *= _norm_scale(square_R1, depth, eps)
+            (y_RN,) = multiply(x, [w], column_N, cut)
             if bias is not None:
                 y_RN += bias_N[None]
             store(out.at[at], y_RN.astype(out.dtype), mask=mask)
@@ -85,7 +97,7 @@ def project(
             start += count
 
     out_shape = tuple(jax.ShapeDtypeStruct((num_tokens, w.shape[1]), x_TD.dtype) for w in weights)
-    return launch(kernel, "project", sum(blocks), out_shape, cut, interpret, x_TD, *norms, *weights, *present)
+    return launch(kernel, "project", sum(blocks), out_shape, cut, interpret, x_TD, *weights, *present)
 
 
 def project_add(
@@ -102,38 +114,65 @@ def project_add(
     if len(h_TC) > MAX_TOKENS:
         return reference.project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
     cut = cut or choose_cut(len(h_TC), w_CD.shape[1], operand_dtype(h_TC, w_CD))
-    present = [array for array in (factor_T1, addend_TD) if array is not None]
+    programs, depth = pl.cdiv(w_CD.shape[1], cut.columns), w_CD.shape[0]
+    splits = cut.splits if depth % (cut.splits * cut.depth) == 0 else 1
+    optional = {"factor": factor_T1, "addend": addend_TD}
+    names = [name for name, array in optional.items() if array is not None]
+    present = [optional[name] for name in names]
+    out_shape = jax.ShapeDtypeStruct(residual_TD.shape, residual_TD.dtype)
 
-    def kernel(h, w, residual, *refs):
+    def finish(column_N, refs, out, product):
+        """Reads what is added ahead of ``product``, whose loop then hides the wait, and writes a block."""
+        at, mask = block_place(out.shape, column_N)
+        row_R1, refs = at[0], dict(zip(("residual", *names), refs, strict=True))
+        found = {name: load(refs[name].at[at], mask=mask, other=0.0) for name in refs if name != "factor"}
+        if "factor" in names:
+            place = row_R1, jnp.zeros_like(row_R1)
+            found["factor"] = load(refs["factor"].at[place], mask=row_R1 < out.shape[0], other=0.0)
+        y_RN = product()
+        if "factor" in names:
+            y_RN = found["factor"] * y_RN
+        if "addend" in names:
+            y_RN = found["addend"] + y_RN
+        store(out.at[at], found["residual"] + y_RN.astype(out.dtype), mask=mask)
+
+    def project_add(h, w, *refs):
+        *refs, out = refs
+        column_N = block_columns(pl.program_id(0), cut)
+        finish(column_N, refs, out, lambda: multiply(h, [w], column_N, cut)[0])
+
+    if splits == 1:
+        return launch(
+            project_add, "project_add", programs, out_shape, cut, interpret, h_TC, w_CD, residual_TD, *present
+        )
+
+    def project_part(h, w, out):
+        split, block = pl.program_id(0) // programs, pl.program_id(0) % programs
+        column_N = block_columns(block, cut)
+        at, mask = block_place(out.shape[1:], column_N)
+        (y_RN,) = multiply(h, [w], column_N, cut, start=split * (depth // splits), depth_total=depth // splits)
+        store(out.at[(split, *at)], y_RN, mask=mask)
+
+    def add_parts(parts, *refs):
         *refs, out = refs
         column_N = block_columns(pl.program_id(0), cut)
         at, mask = block_place(out.shape, column_N)
-        row_R1 = at[0]
-        # Ahead of the loop, so that nothing waits for them behind the loop.
-        residual_RN = load(residual.at[at], mask=mask, other=0.0)
-        addend_RN = None if addend_TD is None else load(refs[-1].at[at], mask=mask, other=0.0)
-        if factor_T1 is not None:
-            factor_R1 = load(refs[0].at[row_R1, jnp.zeros_like(row_R1)], mask=row_R1 < out.shape[0], other=0.0)
-        (y_RN,), _ = multiply(h, [w], column_N, cut)
-        if factor_T1 is not None:
-            y_RN = factor_R1 * y_RN
-        if addend_TD is not None:
-            y_RN = addend_RN + y_RN
-        store(out.at[at], residual_RN + y_RN.astype(out.dtype), mask=mask)
 
-    out_shape = jax.ShapeDtypeStruct(residual_TD.shape, residual_TD.dtype)
-    programs = pl.cdiv(w_CD.shape[1], cut.columns)
-    return launch(kernel, "project_add", programs, out_shape, cut, interpret, h_TC, w_CD, residual_TD, *present)
+        def total():
+            return tree_sum([load(parts.at[(split, *at)], mask=mask, other=0.0) for split in range(splits)])
+
+        finish(column_N, refs, out, total)
+
+    parts_shape = jax.ShapeDtypeStruct((splits, *residual_TD.shape), jnp.float32)
+    parts = launch(project_part, "project_part", splits * programs, parts_shape, cut, interpret, h_TC, w_CD)
+    return launch(add_parts, "add_parts", programs, out_shape, cut, interpret, parts, residual_TD, *present)
 
 
-def gate_columns(block, x, norm, gate, up, out, eps: float, activation: str, cut: Cut) -> None:
-    """Writes one block of columns of ``act(norm(x) @ gate) * (norm(x) @ up)``; all but ``block`` are references."""
+def gate_columns(block, m, gate, up, out, activation: str, cut: Cut) -> None:
+    """Writes one block of columns of ``act(m @ gate) * (m @ up)``; all but ``block`` are references."""
     column_N = block_columns(block, cut)
     at, mask = block_place(out.shape, column_N)
-    (gate_RN, up_RN), square_R1 = multiply(x, [gate, up], column_N, cut, norm=norm)
-    if norm is not None:
-        scale_R1 = _norm_scale(square_R1, x.shape[1], eps)
-        gate_RN, up_RN = gate_RN * scale_R1, up_RN * scale_R1
+    gate_RN, up_RN = multiply(m, [gate, up], column_N, cut)
     store(out.at[at], (ACTIVATIONS[activation](gate_RN) * up_RN).astype(out.dtype), mask=mask)
 
 
@@ -153,15 +192,15 @@ def gated(
     if num_tokens > MAX_TOKENS:
         return reference.gated(x_TD, gate_DF, up_DF, activation, norm_D, eps)
     cut = cut or choose_cut(num_tokens, width, operand_dtype(x_TD, gate_DF))
-    norms = () if norm_D is None else (norm_D,)
+    if norm_D is not None:
+        x_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
 
-    def kernel(x, gate, up, *refs):
-        *norm, out = refs
-        gate_columns(pl.program_id(0), x, norm[0] if norm else None, gate, up, out, eps, activation, cut)
+    def kernel(x, gate, up, out):
+        gate_columns(pl.program_id(0), x, gate, up, out, activation, cut)
 
     out_shape = jax.ShapeDtypeStruct((num_tokens, width), x_TD.dtype)
     programs = pl.cdiv(width, cut.columns)
-    return launch(kernel, "gated", programs, out_shape, cut, interpret, x_TD, gate_DF, up_DF, *norms)
+    return launch(kernel, "gated", programs, out_shape, cut, interpret, x_TD, gate_DF, up_DF)
 
 
 def logits(
@@ -176,7 +215,7 @@ def logits(
     def kernel(x, w, out):
         column_N = block_columns(pl.program_id(0), cut)
         at, mask = block_place(out.shape, column_N)
-        (y_RN,), _ = multiply(x, [w], column_N, cut, transposed=transposed)
+        (y_RN,) = multiply(x, [w], column_N, cut, transposed=transposed)
         store(out.at[at], y_RN, mask=mask)
 
     out_shape = jax.ShapeDtypeStruct((num_tokens, num_columns), jnp.float32)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing on NVIDIA GPUs as one Pallas-Triton kernel, alone or in the shadow of the shared expert's first half.
+"""Routing on NVIDIA GPUs: Pallas-Triton kernels, alone or in the shadow of the shared expert's first half.
 
-A routing program takes 16 rows: one pass over x for the norm, one that writes m and multiplies it with the router on
-tensor cores, then softmax and k rounds of the largest. It reads little and waits long; the programs of the shared
-expert, launched with it, read much, and the launch takes as long as they do. A row's result depends on no other row.
+A routing program takes 16 rows of m: it multiplies them with the router on tensor cores, then takes the softmax and k
+times the largest. It reads little and waits long; the programs of the shared expert, launched with it, read much, and
+the launch takes as long as they do. A row's result depends on no other row.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import load, store
 from pallas_kernels.dense.columns import FEW_TOKENS, MAX_TOKENS, Cut, choose_cut, dot, operand_dtype
-from pallas_kernels.dense.pallas_triton import gate_columns, launch
+from pallas_kernels.dense.pallas_triton import gate_columns, launch, rms_norm
 from pallas_kernels.routing import reference
 
 TILE_BYTES = 16384
@@ -36,46 +36,30 @@ def choose(logits_RE: jax.Array, k: int, renormalise: bool) -> list[tuple[jax.Ar
     return [(weight_R / total_R, id_R) for weight_R, id_R in chosen] if renormalise else chosen
 
 
-def route_rows(block, ins, outs, eps: float, k: int, renormalise: bool) -> None:
+def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
     """Routes one block of 16 rows.
 
     Args:
       block: its number.
-      ins: references to x, norm, router and shared_gate, which may be None.
-      outs: references to m, weights, ids and factor, which is None with shared_gate.
-      eps, k, renormalise: as of ``pallas_kernels.routing.api.norm_and_route``.
+      ins: references to m, router and shared_gate, which may be None.
+      outs: references to weights, ids and factor, which is None with shared_gate.
+      k, renormalise: as of ``pallas_kernels.routing.api.norm_and_route``.
     """
-    x, norm, router, shared_gate = ins
-    m, weights, ids, factor = outs
-    (num_tokens, num_columns), num_experts = x.shape, router.shape[1]
-    operand = operand_dtype(x, router)
+    m, router, shared_gate = ins
+    weights, ids, factor = outs
+    (num_tokens, num_columns), num_experts = m.shape, router.shape[1]
+    operand = operand_dtype(m, router)
     padded_experts = max(16, pl.next_power_of_2(num_experts))
     depth = min(128, max(16, TILE_BYTES // (padded_experts * operand.itemsize)))
-    steps = pl.cdiv(num_columns, depth)
     row_R = block * FEW_TOKENS + jnp.arange(FEW_TOKENS, dtype=jnp.int32)
     there_R1 = (row_R < num_tokens)[:, None]
     expert_1E = jnp.arange(padded_experts, dtype=jnp.int32)[None]
 
-    def columns(i):
-        c_C = i * depth + jnp.arange(depth, dtype=jnp.int32)
-        return c_C, c_C < num_columns
-
-    def read_x(c_C, inside_C):
-        return load(x.at[row_R[:, None], c_C[None]], mask=there_R1 & inside_C[None], other=0.0)
-
-    def add_squares(i, square_RC):
-        x_RC = read_x(*columns(i)).astype(jnp.float32)
-        return square_RC + x_RC * x_RC
-
-    square_RC = lax.fori_loop(0, steps, add_squares, jnp.zeros((FEW_TOKENS, depth), jnp.float32))
-    scale_R1 = lax.rsqrt(jnp.sum(square_RC, axis=1) / num_columns + eps)[:, None]
-
     def add_products(i, carry):
         logits_RE, gate_RC = carry
-        c_C, inside_C = columns(i)
-        norm_1C = load(norm.at[c_C], mask=inside_C, other=0.0).astype(x.dtype)[None]
-        m_RC = (read_x(c_C, inside_C).astype(jnp.float32) * scale_R1).astype(x.dtype) * norm_1C
-        store(m.at[row_R[:, None], c_C[None]], m_RC, mask=there_R1 & inside_C[None])
+        c_C = i * depth + jnp.arange(depth, dtype=jnp.int32)
+        inside_C = c_C < num_columns
+        m_RC = load(m.at[row_R[:, None], c_C[None]], mask=there_R1 & inside_C[None], other=0.0)
         inside_CE = inside_C[:, None] & (expert_1E < num_experts)
         router_CE = load(router.at[c_C[:, None], expert_1E], mask=inside_CE, other=0.0)
         logits_RE += dot(m_RC.astype(operand), router_CE.astype(operand))
@@ -86,7 +70,7 @@ def route_rows(block, ins, outs, eps: float, k: int, renormalise: bool) -> None:
 
     logits_RE = jnp.zeros((FEW_TOKENS, padded_experts), jnp.float32)
     gate_RC = None if shared_gate is None else jnp.zeros((FEW_TOKENS, depth), jnp.float32)
-    logits_RE, gate_RC = lax.fori_loop(0, steps, add_products, (logits_RE, gate_RC))
+    logits_RE, gate_RC = lax.fori_loop(0, pl.cdiv(num_columns, depth), add_products, (logits_RE, gate_RC))
     logits_RE = jnp.where(expert_1E < num_experts, logits_RE, -jnp.inf)
     for j, (weight_R, id_R) in enumerate(choose(logits_RE, k, renormalise)):
         store(weights.at[row_R, j], weight_R, mask=row_R < num_tokens)
@@ -95,9 +79,8 @@ def route_rows(block, ins, outs, eps: float, k: int, renormalise: bool) -> None:
         store(factor.at[row_R, 0], jax.nn.sigmoid(jnp.sum(gate_RC, axis=1)), mask=row_R < num_tokens)
 
 
-def _out_shapes(x_TD: jax.Array, k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape, num_tokens = jax.ShapeDtypeStruct, x_TD.shape[0]
-    return shape(x_TD.shape, x_TD.dtype), shape((num_tokens, k), jnp.float32), shape((num_tokens, k), jnp.int32)
+def _out_shapes(num_tokens: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct((num_tokens, k), jnp.float32), jax.ShapeDtypeStruct((num_tokens, k), jnp.int32)
 
 
 def norm_and_route(
@@ -114,12 +97,16 @@ def norm_and_route(
     if len(x_TD) > MAX_TOKENS:
         return reference.norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
 
-    def kernel(x, norm, router, *outs):
-        route_rows(pl.program_id(0), (x, norm, router, None), (*outs, None), eps, k, renormalise)
+    num_tokens = len(x_TD)
+    m_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
+
+    def kernel(m, router, *outs):
+        route_rows(pl.program_id(0), (m, router, None), (*outs, None), k, renormalise)
 
     cut = Cut(columns=16, depth=16, num_warps=4, num_stages=5)
-    programs = pl.cdiv(len(x_TD), FEW_TOKENS)
-    return launch(kernel, "norm_and_route", programs, _out_shapes(x_TD, k), cut, interpret, x_TD, norm_D, router_DE)
+    programs = pl.cdiv(num_tokens, FEW_TOKENS)
+    chosen = launch(kernel, "route", programs, _out_shapes(num_tokens, k), cut, interpret, m_TD, router_DE)
+    return m_TD, *chosen
 
 
 def norm_route_and_gate(
@@ -141,21 +128,22 @@ def norm_route_and_gate(
         return reference.norm_route_and_gate(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation)
     cut = cut or choose_cut(num_tokens, width, operand_dtype(x_TD, shared[0]))
     routing_programs = pl.cdiv(num_tokens, FEW_TOKENS)
+    m_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
 
-    def kernel(x, norm, router, gate, up, shared_gate, m, weights, ids, h, factor):
+    def kernel(m, router, gate, up, shared_gate, weights, ids, h, factor):
         program = pl.program_id(0)
-        ins, outs = (x, norm, router, shared_gate), (m, weights, ids, factor)
-        pl.when(program < routing_programs)(lambda: route_rows(program, ins, outs, eps, k, renormalise))
+        ins, outs = (m, router, shared_gate), (weights, ids, factor)
+        pl.when(program < routing_programs)(lambda: route_rows(program, ins, outs, k, renormalise))
 
         @pl.when(program >= routing_programs)
         def _():
-            gate_columns(program - routing_programs, x, norm, gate, up, h, eps, activation, cut)
+            gate_columns(program - routing_programs, m, gate, up, h, activation, cut)
 
     out_shape = (
-        *_out_shapes(x_TD, k),
+        *_out_shapes(num_tokens, k),
         jax.ShapeDtypeStruct((num_tokens, width), x_TD.dtype),
         jax.ShapeDtypeStruct((num_tokens, 1), jnp.float32),
     )
     programs = routing_programs + pl.cdiv(width, cut.columns)
-    args = x_TD, norm_D, router_DE, *shared
-    return launch(kernel, "norm_route_and_gate", programs, out_shape, cut, interpret, *args)
+    found = launch(kernel, "route_and_gate", programs, out_shape, cut, interpret, m_TD, router_DE, *shared)
+    return m_TD, *found

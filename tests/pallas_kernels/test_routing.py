@@ -143,8 +143,8 @@ def test_real_sizes_lower_to_triton(name, tokens, dtype):
     with cuda():
         lowered = jax.jit(step).trace(*abstract_args(spec, tokens, dtype)).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count('name = "norm_and_route"') == 1
-    assert text.count('name = "norm_route_and_gate"') == bool(spec.shared_width)
+    assert text.count('name = "route"') == 1
+    assert text.count('name = "route_and_gate"') == bool(spec.shared_width)
     assert "stablehlo.dot" not in text
 
 

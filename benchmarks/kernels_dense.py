@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the dense products and the routing of a decode step beside XLA's own, all in one run.
+
+    python benchmarks/kernels_dense.py [--sweep] [--only REGEX] [--tokens 1,4,16] [--seconds 80] [--out FILE.jsonl]
+
+Sizes of Qwen1.5-MoE. Each figure is the median of 21 runs of one jitted loop, divided by its calls. The calls take
+several sets of weights in turn, together larger than the L2 cache; after a turn a tiny kernel, which is counted, reads
+every result and makes the next turn wait for them. ``layer`` is a chain: projections, output projection, routing with
+the shared expert, its end; each waits for the one before, as in a decode step (attention, rope and experts left out).
+Everything is compiled first. Results are held to the definition on the same arrays. Bytes are those of the weights.
+``--sweep`` also times other program sizes. Without a GPU the kernels are interpreted on tiny sizes: a check of this
+script, not a timing.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from record import append_result
+
+from pallas_kernels.dense import pallas_triton, reference
+from pallas_kernels.dense.columns import Cut
+from pallas_kernels.routing import pallas_triton as routing_triton
+from pallas_kernels.routing import reference as routing_reference
+
+ON_GPU = jax.devices()[0].platform == "gpu"
+CEILING_GB_S = 4300
+"""Of a device copy on an H200."""
+
+D, N, F, E, V = (2048, 2048, 5632, 60, 151936) if ON_GPU else (64, 64, 96, 7, 256)
+K, EPS = 4, 1e-6
+ROUNDS = 4 if ON_GPU else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation.
+
+    Attributes:
+      name: of the operation.
+      call: (triton, options, x, weights, others) -> result.
+      weights: shapes of one set of matrices.
+      width: columns of x.
+      others: tokens -> the (shape, dtype) of further arrays.
+      sets, turns: sets of weights, and how often a loop's body takes all of them.
+      chained: whether the result is the next call's x.
+      cuts: of the sweep, as columns, depth, ways, warps, stages.
+    """
+
+    name: str
+    call: Callable
+    weights: tuple[tuple[int, ...], ...]
+    width: int
+    others: Callable = lambda tokens: ()
+    sets: int = 8
+    turns: int = 8
+    chained: bool = False
+    cuts: str = ""
+
+
+def project(triton, options, x, w, others):
+    norm, *biases = others
+    module = pallas_triton if triton else reference
+    return module.project(x, w, norm, EPS, tuple(biases), **options)
+
+
+def project_bare(triton, options, x, w, others):
+    return (pallas_triton if triton else reference).project(x, w, None, EPS, others, **options)
+
+
+def project_add(triton, options, x, w, others):
+    residual, factor, addend = others if len(others) == 3 else (*others, None, None)
+    return (pallas_triton if triton else reference).project_add(x, w[0], residual, factor, addend, **options)
+
+
+def gated(triton, options, x, w, others):
+    norm = others[0] if others else None
+    return (pallas_triton if triton else reference).gated(x, *w, "silu", norm, EPS, **options)
+
+
+def route(triton, options, x, w, others):
+    module = routing_triton if triton else routing_reference
+    return module.norm_and_route(x, *others, EPS, w[0], K, False, **options)
+
+
+def route_and_gate(triton, options, x, w, others):
+    gate, up, router, shared_gate = w
+    module = routing_triton if triton else routing_reference
+    return module.norm_route_and_gate(x, *others, EPS, router, K, False, (gate, up, shared_gate[0]), "silu", **options)
+
+
+def logits(transposed, triton, options, x, w, others):
+    return (pallas_triton if triton else reference).logits(x, w[0], transposed, **options)
+
+
+def layer(triton, options, x, w, others):
+    q, k, v, o, gate, up, router, shared_gate, down = w
+    heads = project(triton, options, x, (q, k, v), others)
+    x = project_add(triton, options, heads[0] + heads[1] + heads[2], (o,), (x,))
+    m, weights, ids, h, factor = route_and_gate(triton, options, x, (gate, up, router, shared_gate), others[:1])
+    routed = m * (weights + (ids < 0))[:, :1]  # as if one expert returned m
+    return project_add(triton, options, h, (down,), (x, factor, routed))
+
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+NORM = ((D,), BF16)
+BIASES = (((N,), BF16),) * 3
+SHARED = (D, F), (D, F), (D, E), (1, D)
+
+OPS = [
+    Op(
+        name="layer",
+        call=layer,
+        weights=((D, N), (D, N), (D, N), (N, D), *SHARED, (F, D)),
+        width=D,
+        others=lambda T: (NORM, *BIASES),
+        turns=3,
+        chained=True,
+    ),
+    Op(
+        name="norm + qkv",
+        call=project,
+        weights=((D, N),) * 3,
+        width=D,
+        others=lambda T: (NORM, *BIASES),
+        cuts="32,128,1,4,4 32,256,1,4,3 32,128,1,2,4 64,128,1,4,3 64,128,1,2,4 64,64,1,4,5 64,256,1,4,3 16,256,2,2,3 "
+        "32,64,1,1,6 128,64,1,4,4",
+    ),
+    Op(
+        name="qkv",
+        call=project_bare,
+        weights=((D, N),) * 3,
+        width=D,
+        others=lambda T: BIASES,
+        cuts="32,128,1,4,4 32,256,1,4,3 64,128,1,4,3 64,64,1,4,5 32,128,1,2,5 16,256,2,1,4",
+    ),
+    Op(
+        name="o + residual",
+        call=project_add,
+        weights=((N, D),),
+        width=N,
+        others=lambda T: (((T, D), BF16),),
+        sets=16,
+        turns=6,
+        cuts="16,256,1,4,4 16,256,4,2,3 16,256,2,1,4 32,128,2,4,5 16,128,2,2,5 16,512,1,2,4 16,256,2,2,4 16,512,1,1,4 "
+        "32,256,1,4,5",
+    ),
+    Op(
+        name="norm + route + gate, up",
+        call=route_and_gate,
+        weights=SHARED,
+        width=D,
+        others=lambda T: (NORM,),
+        cuts="64,64,1,4,4 32,128,1,4,4 64,128,1,4,3 64,64,1,8,5 32,256,1,4,3 64,64,1,4,6 128,64,1,8,4",
+    ),
+    Op(
+        name="gate, up",
+        call=gated,
+        weights=SHARED[:2],
+        width=D,
+        cuts="64,64,1,4,4 32,64,1,4,5 32,128,1,4,4 64,64,1,4,6 64,128,1,4,3 64,64,1,8,4 128,64,1,8,4 16,256,1,2,3",
+    ),
+    Op(name="norm + gate, up", call=gated, weights=SHARED[:2], width=D, others=lambda T: (NORM,)),
+    Op(
+        name="down + sum",
+        call=project_add,
+        weights=((F, D),),
+        width=F,
+        others=lambda T: (((T, D), BF16), ((T, 1), F32), ((T, D), F32)),
+        cuts="16,256,1,4,4 16,256,2,1,4 16,128,11,2,3 32,128,2,4,6 16,512,1,2,4 16,256,2,2,4 16,512,1,1,4 32,256,1,4,5",
+    ),
+    Op(name="norm + route", call=route, weights=((D, E),), width=D, others=lambda T: (NORM,)),
+    Op(
+        name="head",
+        call=partial(logits, False),
+        weights=((D, V),),
+        width=D,
+        sets=2,
+        turns=6,
+        cuts="128,64,1,4,4 128,128,1,4,3 64,128,1,4,4",
+    ),
+    Op(
+        name="tied head",
+        call=partial(logits, True),
+        weights=((V, D),),
+        width=D,
+        sets=2,
+        turns=6,
+        cuts="128,64,1,4,4 64,256,1,8,3 32,256,1,4,3",
+    ),
+]
+
+
+def parse_cut(text: str) -> Cut:
+    names = "columns", "depth", "ways", "num_warps", "num_stages", "splits"
+    return Cut(**dict(zip(names, map(int, text.split(",")))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One figure: ``cut`` is "xla", "" for the kernel as it chooses, or a cut of the sweep."""
+
+    op: Op
+    tokens: int
+    cut: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op.name} {self.tokens} {self.cut if self.cut == 'xla' else f'triton {self.cut}'.strip()}"
+
+    def one(self, x, w, others):
+        if self.cut == "xla":
+            return self.op.call(False, {}, x, w, others)
+        return self.op.call(
+            True, {"interpret": not ON_GPU} | ({"cut": parse_cut(self.cut)} if self.cut else {}), x, w, others
+        )
+
+    def loop(self, x, sets, others):
+        traced = jax.jit(self.one)
+
+        def body(_, x):
+            for _ in range(self.op.turns):
+                if self.op.chained:
+                    for w in sets:
+                        x = traced(x, w, others)
+                    continue
+                outs = lax.optimization_barrier([traced(x, w, others) for w in sets])  # whole, not just what is read
+                seen = sum(out[0, 0].astype(jnp.float32) for out in jax.tree.leaves(outs))
+                x = jnp.where(seen == 12345.0, 0, x)  # the next turn needs this one
+            return x
+
+        return lax.fori_loop(0, ROUNDS, body, x)
+
+    def shapes(self):
+        x = jax.ShapeDtypeStruct((self.tokens, self.op.width), BF16)
+        w = tuple(jax.ShapeDtypeStruct(s, BF16) for s in self.op.weights)
+        return x, w, tuple(jax.ShapeDtypeStruct(*s) for s in self.op.others(self.tokens))
+
+    def compile(self):
+        x, w, others = self.shapes()
+        loop = jax.jit(self.loop).lower(x, (w,) * self.op.sets, others).compile()
+        return loop, jax.jit(self.one).lower(x, w, others).compile()
+
+
+def random(shapes, seed: int) -> tuple[jax.Array, ...]:
+    """Returns normal numbers, those of matrices divided by the root of their rows."""
+    keys = jax.random.split(jax.random.key(seed, impl="rbg" if ON_GPU else "threefry2x32"), max(1, len(shapes)))
+    return tuple(
+        (jax.random.normal(key, s.shape, s.dtype) * s.shape[0] ** -0.5).astype(s.dtype) for key, s in zip(keys, shapes)
+    )
+
+
+def relative_error(out, ref) -> float:
+    pairs = [[np.asarray(a, np.float64) for a in pair] for pair in zip(jax.tree.leaves(out), jax.tree.leaves(ref))]
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=80, help="start no case after this long")
+    parser.add_argument("--only", default="", help="cases whose name this regular expression finds, and XLA's")
+    parser.add_argument("--tokens", default="1,4,16", help="numbers of rows")
+    parser.add_argument("--sweep", action="store_true", help="other program sizes, too")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels_dense.jsonl")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    jobs = [
+        Job(op=op, tokens=tokens, cut=cut)
+        for op in OPS
+        for tokens in map(int, options.tokens.split(","))
+        for cut in ("xla", "", *(op.cuts.split() if options.sweep and tokens <= 16 else ()))
+    ]
+    jobs = [job for job in jobs if job.cut == "xla" or re.search(options.only, job.name)]
+    jobs = [job for job in jobs if any(other.op is job.op and other.cut != "xla" for other in jobs)]
+    with ThreadPoolExecutor(15 if ON_GPU else 2) as pool:
+        compiled = [pool.submit(job.compile) for job in jobs]
+        wait(compiled, timeout=0.6 * options.seconds)
+        pool.shutdown(cancel_futures=True)  # nothing may compile beside a timing
+    print(f"{len(jobs)} cases compiled after {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{'operation, tokens':58}{'us':>9}{'GB/s':>7}{'%':>5}{'error':>9}", flush=True)
+    sets_of, sets, failed = None, None, False
+    for job, future in zip(jobs, compiled):
+        if future.cancelled() or time.perf_counter() - start > options.seconds:
+            print("out of time for", job.name)
+            continue
+        try:
+            loop, once = future.result()
+            x, w, others = job.shapes()
+            if sets_of is not job.op:
+                sets_of, sets = job.op, None  # frees the last ones first
+                sets = tuple(random(w, seed) for seed in range(job.op.sets))
+            x, others = random((x,), 98)[0], random(others, 99)
+            out = once(x, sets[0], others)
+            if job.cut == "xla":
+                defined = out
+            error = relative_error(out, defined)
+            seconds = []
+            for _ in range(23 if ON_GPU else 1):
+                begin = time.perf_counter()
+                jax.block_until_ready(loop(x, sets, others))
+                seconds.append(time.perf_counter() - begin)
+        except Exception as exception:  # one bad program size must not lose the rest
+            print("FAILED", job.name, repr(exception)[:150].replace("\n", " "), flush=True)
+            failed = True
+            continue
+        failed |= not error < 2e-2
+        us = statistics.median(seconds[2 if ON_GPU else 0 :]) / (ROUNDS * job.op.turns * job.op.sets) * 1e6
+        rate = sum(2 * int(np.prod(shape)) for shape in job.op.weights) / us / 1e3
+        print(f"{job.name:58}{us:>9.2f}{rate:>7.0f}{100 * rate / CEILING_GB_S:>5.0f}{error:>9.1e}", flush=True)
+        if ON_GPU:
+            how = "xla" if job.cut == "xla" else f"triton {job.cut}".strip()
+            record = {"what": job.op.name, "tokens": job.tokens, "how": how, "us": us, "gb_s": rate, "error": error}
+            append_result(options.out, "kernels_dense", record)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
