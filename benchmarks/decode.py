@@ -352,11 +352,12 @@ def main() -> None:
         print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)
 
     max_model_len = max(arguments.context + 64 * arguments.steps, arguments.chunk)
+    all_rows = arguments.batches or [1]  # with no batch, a prefill chunk alone
     jobs = {f"batch {rows}": (decode, rows) for rows in arguments.batches}
     if arguments.sums:
         jobs |= {f"batch {rows} without sums": (decode_without_sums, rows) for rows in arguments.batches}
     if arguments.chunk:
-        jobs["prefill"] = (prefill, min(arguments.batches))
+        jobs["prefill"] = (prefill, min(all_rows))
 
     def build(name):
         step, rows = jobs[name]
@@ -374,19 +375,19 @@ def main() -> None:
         weights = random_weights(config)
         states = {
             rows: random_state(config, rows, arguments.context, max_model_len, arguments.bits)
-            for rows in arguments.batches
+            for rows in all_rows
         }
         jax.block_until_ready((weights, states))
         arenas = ", ".join(f"{state.arena_AW.nbytes / 1e9:.2f}" for state in states.values())
         say(f"built: {tree_bytes(weights) / 1e9:.2f} GB dense, arenas of {arenas} GB")
         programs = {name: program.result() for name, program in programs.items()}  # compiling disturbs timing
-    for rows in arguments.batches:
+    for rows in all_rows:
         case = Case(arguments, config, weights, states.pop(rows), say)
         if arguments.sums:
             case.compare_sums(programs[f"batch {rows}"], programs[f"batch {rows} without sums"])
-        else:
+        elif arguments.batches:
             case.time_decode(programs[f"batch {rows}"])
-        if arguments.chunk and rows == min(arguments.batches):
+        if arguments.chunk and rows == min(all_rows):
             case.time_prefill(programs["prefill"])
 
 

@@ -15,7 +15,7 @@ from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.transformer import decoder_layer
 from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 from pagedweight_jax.serving.state import DecodeState
-from pagedweight_jax.serving.trace import ExpertTrace
+from pagedweight_jax.serving.trace import pack_layers
 from pallas_kernels.moe_ffn.api import moe_ffn
 from pallas_kernels.moe_ffn.pages import WeightPages
 from pallas_kernels.paged_attention.api import paged_attention, rotate_and_write_kv
@@ -46,25 +46,27 @@ def weight_pages(state: DecodeState, layer: int, *, merged: bool) -> tuple[Weigh
     return pages, layer * tables[0].shape[1] if merged else 0
 
 
-def layer_tables(tables_RGLF: jax.Array) -> list[jax.Array]:
+def layer_tables(table_RGLF: jax.Array) -> list[jax.Array]:
     """Returns each layer's block table, [R, G, F]: copies, which a loop over steps makes once, before it begins."""
-    return [tables_RGLF[:, :, layer] for layer in range(tables_RGLF.shape[2])]
+    return [table_RGLF[:, :, layer] for layer in range(table_RGLF.shape[2])]
 
 
 def paged_forward(
     weights: Weights,
     state: DecodeState,
+    table_RGLF: jax.Array,
     tables: list[jax.Array],
     tokens_RT: jax.Array,
     positions_RT: jax.Array,
     implementation: str,
-) -> tuple[jax.Array, jax.Array, ExpertTrace]:
-    """Returns (arena, hidden_RTD, trace of R T tokens): the model on R rows of T tokens each, over the paged cache.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (arena, hidden_RTD, packed trace): the model on R rows of T tokens each, over the paged cache.
 
     Args:
       weights, state: the model's dense weights, and where its pages and cache are. Routed experts that are among the
         weights are used in the place of pages: the unquantized baseline.
-      tables: of ``layer_tables``, the caches of these rows.
+      table_RGLF: int32, the block table of these rows.
+      tables: the same of each layer, from ``layer_tables``.
       tokens_RT: int32.
       positions_RT: int32. A negative position is a token that is not there: it writes no KV, selects no expert, and its
         output means nothing.
@@ -76,17 +78,17 @@ def paged_forward(
     there_T = positions_T >= 0
     places_T = jnp.maximum(positions_T, 0)
     row_T, block_T = jnp.repeat(jnp.arange(num_rows), num_tokens), places_T // kv.block_tokens
+    frames_TLF = jnp.where(there_T[:, None, None], table_RGLF[row_T, block_T], state.arena_AW.shape[0])  # dropped
     slots_T = places_T % kv.block_tokens
     angles = rope_tables(places_T, config.head_dim, config.rope_theta)
     which = {"implementation": implementation}
 
     @partial(jax.jit, static_argnames="window")
-    def run_layer(w: LayerWeights, x_TD, arena_AW, table_RGF, pages: WeightPages | None, first, window: int):
+    def run_layer(w: LayerWeights, x_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first, *, window):
         """Returns (arena, hidden states, what the experts saw)."""
 
         def attend(carry, _, q_THM, k_TJM, v_TJM):
             arena_AW, seen = carry
-            frames_TF = jnp.where(there_T[:, None], table_RGF[row_T, block_T], arena_AW.shape[0])  # dropped
             arena_AW, q_THM = rotate_and_write_kv(
                 arena_AW, frames_TF, slots_T, *angles, q_THM, k_TJM, v_TJM, kv, **which
             )
@@ -105,16 +107,16 @@ def paged_forward(
 
         def experts(carry, _, m_TD, ids_TK, weights_TK):
             arena_AW, _ = carry
-            seen_ids_TK = jnp.where(there_T[:, None], ids_TK, config.num_experts)
+            num_blocks = config.num_experts if pages is None else pages.bits_EU.shape[0]
+            blocks_TK = jnp.where(there_T[:, None], ids_TK + first, num_blocks)
             if pages is None:
                 act = activation(config.hidden_act)
-                y_TD, h_square_TK = dense_experts(m_TD, seen_ids_TK, weights_TK, w.mlp.experts, act)
+                y_TD, h_square_TK = dense_experts(m_TD, blocks_TK, weights_TK, w.mlp.experts, act)
             else:
-                ids_TK = jnp.where(there_T[:, None], ids_TK + first, pages.bits_EU.shape[0])
                 y_TD, h_square_TK = moe_ffn(
-                    arena_AW, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act, **which
+                    arena_AW, pages, m_TD, blocks_TK, weights_TK, activation=config.hidden_act, **which
                 )
-            return (arena_AW, (seen_ids_TK, weights_TK, m_TD, h_square_TK)), y_TD
+            return (arena_AW, (ids_TK, weights_TK, m_TD, h_square_TK)), y_TD
 
         (arena_AW, seen), x_TD = decoder_layer(
             config, 0, w, x_TD, None, (arena_AW, None), attend, experts, implementation
@@ -127,8 +129,11 @@ def paged_forward(
         pages, first = None, 0
         if isinstance(w.mlp, MoEWeights) and w.mlp.experts is None:
             pages, first = weight_pages(state, sum(config.sparse_layers[:layer]), merged=merged)
-        arena_AW, x_TD, of_layer = run_layer(w, x_TD, arena_AW, table_RGF, pages, jnp.int32(first), window=window)
+        arena_AW, x_TD, of_layer = run_layer(
+            w, x_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, jnp.int32(first), window=window
+        )
         if of_layer is not None:
             seen.append(of_layer)
     hidden_TD = rms_norm(x_TD, weights.norm_D, config.rms_norm_eps)
-    return arena_AW, hidden_TD.reshape(num_rows, num_tokens, -1), ExpertTrace.of_layers(seen)
+    packed = pack_layers(seen, there_T, config.num_experts, implementation)
+    return arena_AW, hidden_TD.reshape(num_rows, num_tokens, -1), packed

@@ -26,11 +26,13 @@ from pallas_kernels.frames.api import scatter_frames
 
 def _decode_step(
     weights: Weights, state: DecodeState, tables: list[jax.Array], implementation: str
-) -> tuple[DecodeState, tuple[jax.Array, ExpertTrace]]:
+) -> tuple[DecodeState, tuple[jax.Array, jax.Array]]:
     active_B = state.remaining_B > 0
     positions_B = jnp.where(active_B, state.lengths_B, -1)
     tokens_B1, positions_B1 = state.last_tokens_B[:, None], positions_B[:, None]
-    arena, hidden_BTD, trace = paged_forward(weights, state, tables, tokens_B1, positions_B1, implementation)
+    arena, hidden_BTD, trace = paged_forward(
+        weights, state, state.block_tables_BGLF, tables, tokens_B1, positions_B1, implementation
+    )
     logits_BV = transformer.logits(weights, hidden_BTD[:, 0], implementation)
     token_B = sample(logits_BV, state.temperature_B, state.seed_B, state.lengths_B + 1)
     token_B = jnp.where(active_B, token_B, -1)
@@ -56,7 +58,7 @@ def decode_step(
     """
     tables = layer_tables(state.block_tables_BGLF)
     state, (token_B, trace) = _decode_step(weights, state, tables, implementation or default_implementation())
-    return state, token_B, row_sums(jax.tree.map(lambda leaf: leaf[None], trace), weights.config.num_experts)
+    return state, token_B, row_sums(ExpertTrace.of_packed(trace[None]), weights.config.num_experts)
 
 
 @partial(jax.jit, static_argnames=("num_steps", "implementation"), donate_argnames="state")
@@ -75,7 +77,7 @@ def decode_loop(
         return _decode_step(weights, state, tables, implementation or default_implementation())
 
     state, (tokens_NB, trace) = lax.scan(step, state, length=num_steps)
-    return state, tokens_NB, row_sums(trace, weights.config.num_experts)
+    return state, tokens_NB, row_sums(ExpertTrace.of_packed(trace), weights.config.num_experts)
 
 
 def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens, implementation):
@@ -84,10 +86,12 @@ def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens, im
     offsets_T = jnp.arange(tokens_T.shape[0])
     positions_T = jnp.where(offsets_T < num_tokens, start + offsets_T, -1)
     tokens_RT, positions_RT = tokens_T[None], positions_T[None]
-    tables = layer_tables(state.block_tables_BGLF[row][None])
-    arena, hidden_RTD, trace = paged_forward(weights, state, tables, tokens_RT, positions_RT, implementation)
+    table_RGLF = state.block_tables_BGLF[row][None]
+    arena, hidden_RTD, trace = paged_forward(
+        weights, state, table_RGLF, layer_tables(table_RGLF), tokens_RT, positions_RT, implementation
+    )
     state = state.replace(arena_AW=arena, lengths_B=state.lengths_B.at[row].add(num_tokens))
-    return state, hidden_RTD[0], routing_sums(trace, weights.config.num_experts)
+    return state, hidden_RTD[0], routing_sums(ExpertTrace.of_packed(trace), weights.config.num_experts)
 
 
 @partial(jax.jit, static_argnames="implementation", donate_argnames="state")

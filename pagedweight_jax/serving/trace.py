@@ -2,7 +2,7 @@
 """What the routed experts saw: collected raw in every layer, added up once per call.
 
 For token t and its k-th expert e = id_tk, the linear-blocks read x_gate_up = m_t and x_down = h_tk, and the router gave
-the weight r_tk. A step only keeps these few numbers per token; one reduction per call turns them into sums per expert::
+the weight r_tk. A step only packs these few numbers per token; one reduction per call turns them into sums per expert::
 
     mass = sum r        norm = sum r |x|        square = sum r |x|^2        max = max |x|
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedweight_jax.config import KINDS
+from pallas_kernels.expert_trace.api import pack_trace, unpack_trace
 
 
 @jax.tree_util.register_dataclass
@@ -38,13 +39,31 @@ class ExpertTrace:
 
     @classmethod
     def of_layers(cls, layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]) -> "ExpertTrace":
-        """Returns the trace of L layers' (ids_TK, weights_TK, m_TD, h_square_TK).
+        """Returns the trace of L layers' (ids_TK, weights_TK, m_TD, h_square_TK)."""
+        return cls.of_packed(pack_layers(layers, jnp.ones(layers[0][0].shape[0], bool), 0))
 
-        All layers' inputs are reduced together: on a GPU one kernel per step, in place of one per layer.
-        """
-        ids_TLK, weights_TLK, m_TLD, h_square_TLK = (jnp.stack(values, axis=1) for values in zip(*layers))
-        x_square_TL = jnp.sum(jnp.square(m_TLD.astype(jnp.float32)), axis=-1)
+    @classmethod
+    def of_packed(cls, packed: jax.Array) -> "ExpertTrace":
+        """Returns the trace of a result of ``pack_layers``, with whatever axes it has in front."""
+        ids_TLK, weights_TLK, h_square_TLK, x_square_TL = unpack_trace(packed)
         return cls(ids_TLK=ids_TLK, weights_TLK=weights_TLK, x_square_TL=x_square_TL, h_square_TLK=h_square_TLK)
+
+
+def pack_layers(
+    layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]],
+    there_T: jax.Array,
+    num_experts: int,
+    implementation: str = "xla",
+) -> jax.Array:
+    """Returns the trace of L layers' (ids_TK, weights_TK, m_TD, h_square_TK) as one array, int32[T, L, 3K + 1].
+
+    Args:
+      layers: what each layer's experts saw.
+      there_T: False for tokens that are not there, whose ids become ``num_experts``.
+      num_experts: E.
+      implementation: ``xla`` or ``triton``.
+    """
+    return pack_trace(*zip(*layers), there_T, num_experts, implementation=implementation)
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routed experts of all layers saw of each token, as one array: its meaning, and the choice of implementation.
+
+A step that hands a few small arrays per layer to its caller pays a launch for each; packed, it pays one for all.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.expert_trace import reference
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+def pack_trace(
+    ids: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    inputs: Sequence[jax.Array],
+    h_squares: Sequence[jax.Array],
+    there_T: jax.Array,
+    num_experts: int,
+    *,
+    implementation: str = "xla",
+) -> jax.Array:
+    """Returns int32[T, L, 3K + 1]: of each token and layer its K ids, and the bits of K weights, K |h|^2 and of |m|^2.
+
+    Args:
+      ids: of each layer the selected experts, int32[T, K].
+      weights: of each layer the routing weights, float32[T, K].
+      inputs: of each layer the experts' inputs m, [T, D].
+      h_squares: of each layer |h|^2, float32[T, K].
+      there_T: bool, False for tokens that are not there: their ids become ``num_experts``.
+      num_experts: E.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation, or lists of different lengths.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    if not len(ids) == len(weights) == len(inputs) == len(h_squares):
+        raise ValueError(f"{len(ids)}, {len(weights)}, {len(inputs)} and {len(h_squares)} layers")
+    run = reference.pack_trace
+    if implementation == "triton":
+        from pallas_kernels.expert_trace import pallas_triton  # JAX may be without Triton: ask only when it is wanted
+
+        run = pallas_triton.pack_trace
+    return run(tuple(ids), tuple(weights), tuple(inputs), tuple(h_squares), there_T, num_experts)
+
+
+def unpack_trace(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (ids [.., K], weights [.., K], |h|^2 [.., K], |m|^2 [..]) of what ``pack_trace`` packed."""
+    k = packed.shape[-1] // 3
+    floats = lax.bitcast_convert_type(packed, jnp.float32)
+    return packed[..., :k], floats[..., k : 2 * k], floats[..., 2 * k : 3 * k], floats[..., 3 * k]

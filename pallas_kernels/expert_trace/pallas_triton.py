@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed trace on NVIDIA GPUs: one launch for all layers, a program for each token of each."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels._triton import CompilerParams, load, store
+
+
+def pack_trace(
+    ids: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
+    inputs: tuple[jax.Array, ...],
+    h_squares: tuple[jax.Array, ...],
+    there_T: jax.Array,
+    num_experts: int,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Args and result: see ``pallas_kernels.expert_trace.api.pack_trace``."""
+    num_layers, (num_tokens, k) = len(ids), ids[0].shape
+    width = inputs[0].shape[1]
+
+    def kernel(*refs):
+        *refs, there, out = refs
+        layer, token = pl.program_id(0), pl.program_id(1)
+        slot_K = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
+        column_D = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+
+        def pack(of_layer):
+            ids_ref, *floats, m = of_layer
+            id_K = load(ids_ref.at[token, slot_K], mask=slot_K < k, other=jnp.int32(0))
+            id_K = jnp.where(there[token] != 0, id_K, num_experts)
+            store(out.at[token, layer, slot_K], id_K, mask=slot_K < k)
+            for column, ref in enumerate(floats, 1):
+                x_K = load(ref.at[token, slot_K], mask=slot_K < k, other=0.0)
+                x_K = lax.bitcast_convert_type(x_K, jnp.int32)
+                store(out.at[token, layer, column * k + slot_K], x_K, mask=slot_K < k)
+            m_D = load(m.at[token, column_D], mask=column_D < width, other=0.0).astype(jnp.float32)
+            out[token, layer, 3 * k] = lax.bitcast_convert_type(jnp.sum(m_D * m_D), jnp.int32)
+
+        for one in range(num_layers):
+            pl.when(layer == one)(lambda of_layer=refs[one::num_layers]: pack(of_layer))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(num_layers, num_tokens),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (4 * num_layers + 1),
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        out_shape=jax.ShapeDtypeStruct((num_tokens, num_layers, 3 * k + 1), jnp.int32),
+        compiler_params=CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="pack_trace",
+    )(*ids, *weights, *h_squares, *inputs, there_T.astype(jnp.int32))

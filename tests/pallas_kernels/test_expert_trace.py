@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed trace: nothing is lost in it, and the kernel packs what the definition does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.expert_trace import pallas_triton, reference
+from pallas_kernels.expert_trace.api import pack_trace, unpack_trace
+
+E = 60
+
+
+def layers(num_tokens, k, width, dtype=jnp.float32, count=3):
+    """Returns (ids, weights, inputs, h_squares), a list of ``count`` layers each, and which tokens are there."""
+    rng = np.random.default_rng(1)
+    ids = [jnp.asarray(rng.integers(0, E, (num_tokens, k)), jnp.int32) for _ in range(count)]
+    weights, h_squares = ([jnp.asarray(rng.random((num_tokens, k)), jnp.float32) for _ in ids] for _ in range(2))
+    inputs = [jnp.asarray(rng.standard_normal((num_tokens, width)), dtype) for _ in ids]
+    return (ids, weights, inputs, h_squares), jnp.asarray(rng.random(num_tokens) < 0.7)
+
+
+@pytest.mark.parametrize("pack", [reference.pack_trace, pallas_triton.pack_trace])
+@pytest.mark.parametrize(("num_tokens", "k", "width", "dtype"), [(5, 4, 96, jnp.float32), (1, 3, 64, jnp.bfloat16)])
+def test_every_number_comes_back(pack, num_tokens, k, width, dtype):
+    lists, there_T = layers(num_tokens, k, width, dtype)
+    options = {"interpret": True} if pack is pallas_triton.pack_trace else {}
+    packed = pack(*map(tuple, lists), there_T, E, **options)
+    assert packed.shape == (num_tokens, 3, 3 * k + 1)
+    ids_TLK, weights_TLK, h_square_TLK, x_square_TL = unpack_trace(packed)
+    ids, weights, inputs, h_squares = (np.stack(values, axis=1) for values in lists)
+    np.testing.assert_array_equal(ids_TLK, np.where(np.asarray(there_T)[:, None, None], ids, E))
+    np.testing.assert_array_equal(weights_TLK, weights)
+    np.testing.assert_array_equal(h_square_TLK, h_squares)
+    np.testing.assert_allclose(x_square_TL, np.square(inputs.astype(np.float64)).sum(axis=-1), rtol=1e-6)
+    assert not np.allclose(x_square_TL, np.abs(inputs.astype(np.float64)).sum(axis=-1))
+
+
+def test_lists_of_different_lengths_are_refused():
+    (ids, weights, inputs, h_squares), there_T = layers(2, 2, 32)
+    with pytest.raises(ValueError, match="3, 3, 2 and 3 layers"):
+        pack_trace(ids, weights, inputs[:2], h_squares, there_T, E)
+    with pytest.raises(ValueError, match="'cuda' is not one of"):
+        pack_trace(ids, weights, inputs, h_squares, there_T, E, implementation="cuda")
+
+
+def test_it_is_one_launch_for_all_layers():
+    lists, there_T = layers(16, 4, 2048, jnp.bfloat16, count=24)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        run = jax.jit(lambda *args: pack_trace(*args, E, implementation="triton"))
+        text = run.trace(*lists, there_T).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('name = "pack_trace"') == 1
+
+
+@pytest.mark.gpu
+def test_the_compiled_kernel_packs_what_the_definition_does():
+    lists, there_T = layers(16, 4, 2048, jnp.bfloat16, count=24)
+    packed, expected = (
+        jax.jit(lambda *args, name=name: pack_trace(*args, E, implementation=name))(*lists, there_T)
+        for name in ("triton", "xla")
+    )
+    np.testing.assert_array_equal(packed[..., :12], expected[..., :12])
+    np.testing.assert_allclose(unpack_trace(packed)[3], unpack_trace(expected)[3], rtol=1e-5)
