@@ -39,12 +39,12 @@ def contents(folder, but=""):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != but}
 
 
-def refused(result):
+def refused(result, begins="pagedweight: "):
     """The one line of a refusal."""
     code, out, err = result
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert err.startswith("pagedweight: ")
+    assert err.startswith(begins)
     return err
 
 
@@ -95,6 +95,17 @@ def test_pins_are_kept_with_the_policy(run_cli, copy):
     calibration = load_calibration(open_checkpoint(copy))
     assert (calibration.pinned_LEU[0, 0] == 4).all()
     assert (calibration.pinned_LEU[:, 1] == 5).all()
+
+
+def test_verify_reads_the_policy_too(run_cli, copy):
+    assert run_cli("calibrate", copy, *SMALL)[0] == 0
+    assert run_cli("verify", copy)[0] == 0
+    path = copy / "policy.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"policy": content["policy"] | {"alpha": 0.123}}))
+    assert "policy.json: damaged or edited" in refused(run_cli("verify", copy), begins=f"{copy}/")
+    path.write_text(json.dumps(content))
+    assert run_cli("verify", copy)[0] == 0
 
 
 def test_another_text_gives_another_policy(run_cli, copy, tmp_path):

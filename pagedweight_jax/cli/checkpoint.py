@@ -136,7 +136,7 @@ def verify(args: argparse.Namespace) -> int:
 
     result = {"path": str(args.checkpoint)}
     with progress_bars() as (progress, _):
-        problems = verify(args.checkpoint, progress)
+        problems = verify(args.checkpoint, progress) or policy_problems(args.checkpoint)
         if args.source is not None and not problems:
             comparison = compare_with_source(open_checkpoint(args.checkpoint), args.source, progress)
             problems = comparison.problems
@@ -153,6 +153,18 @@ def verify(args: argparse.Namespace) -> int:
     for problem in problems:
         print(problem, file=sys.stderr)
     return 2 if problems else 0
+
+
+def policy_problems(folder: Path) -> list[str]:
+    """Returns what is wrong with the policy.json of a checkpoint that is sound otherwise; empty if it has none."""
+    from pagedweight_jax.checkpoint.paged import open_checkpoint
+    from pagedweight_jax.checkpoint.policy import load_calibration
+
+    try:
+        load_calibration(open_checkpoint(folder))
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def print_checkpoint(checkpoint, as_json: bool, more: dict | None = None) -> int:
