@@ -9,6 +9,8 @@ import pytest
 from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.cli import main
+from pagedweight_jax.evaluate import pressure
+from pagedweight_jax.evaluate import schedule as schedule_module
 from pagedweight_jax.evaluate.perplexity import perplexity, score_dense, split_windows
 from pagedweight_jax.evaluate.schedule import read_schedule
 
@@ -70,6 +72,25 @@ def test_evaluate_under_pressure_measures_divergence_and_saves_its_schedule(run_
     code, out, _ = run_cli("evaluate", checkpoint, "--text", text, *options, "--reference", hf_folder)
     assert code == 0
     assert f"KL {result['kl']:.5f} ± " in out
+
+
+def test_a_schedule_that_cannot_be_written_costs_no_score(run_cli, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ("--text", tmp_path / "text.txt", "--window", 64, "--limit", 1, "--json", "--schedule")
+    with monkeypatch.context() as context:
+        context.setattr(pressure, "score_under_pressure", lambda *_: 1 / 0)
+        for path in (tmp_path / "nowhere" / "s.json", tmp_path):
+            code, out, err = run_cli("evaluate", checkpoint, *options, path)
+            assert (code, out, err.count("\n")) == (2, "", 1)
+            assert f"{path}: " in err
+
+    def full(path, schedule):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(schedule_module, "write_schedule", full)
+    code, out, err = run_cli("evaluate", checkpoint, *options, tmp_path / "s.json")
+    assert (code, json.loads(out)["windows"]) == (2, 1)
+    assert "No space left on device" in err
 
 
 def test_evaluate_refuses_the_reference_of_another_model(run_cli, checkpoint, hf_folder, tmp_path):

@@ -98,9 +98,11 @@ def evaluate(args: argparse.Namespace) -> int:
     from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
     from pagedweight_jax.evaluate.perplexity import split_windows
     from pagedweight_jax.evaluate.pressure import score_under_pressure
-    from pagedweight_jax.evaluate.schedule import write_schedule
+    from pagedweight_jax.evaluate.schedule import check_schedule, write_schedule
     from pagedweight_jax.serving.engine import Engine
 
+    if args.schedule:
+        check_schedule(args.schedule)
     checkpoint = open_checkpoint(args.checkpoint)
     tokens = load_tokenizer(args.checkpoint)(read_text(args.text), verbose=False).input_ids
     context_tokens = checkpoint.manifest.config.max_position_embeddings
@@ -124,8 +126,6 @@ def evaluate(args: argparse.Namespace) -> int:
         finally:
             engine.close()
     schedule = score.schedule
-    if args.schedule:
-        write_schedule(args.schedule, schedule)
     result = asdict(score.perplexity) | {
         "kl": score.kl,
         "kl_standard_error": score.kl_standard_error,
@@ -144,6 +144,8 @@ def evaluate(args: argparse.Namespace) -> int:
             f"perplexity {result['perplexity']:.4f}{kl} on {result['windows']} windows of {result['window_tokens']} "
             f"tokens; {_bits_line(engine)}"
         )
+    if args.schedule:
+        write_schedule(args.schedule, schedule)
     return 0
 
 

@@ -5,6 +5,7 @@ On disk it is JSON: the bits at the start, and for each boundary only the blocks
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +87,15 @@ def schedule_of(initial_LEU: np.ndarray, events: Sequence) -> Schedule:
         for event in events
     )
     return Schedule(budget_bytes=events[0].budget_bytes, initial_LEU=initial_LEU, boundaries=boundaries)
+
+
+def check_schedule(path: Path) -> None:
+    """Raises UserError unless a schedule can be written to ``path``; writes nothing."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{path}: {folder} is not a folder that can be written to")
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder, a schedule is a file")
 
 
 def write_schedule(path: Path, schedule: Schedule) -> None:
