@@ -14,7 +14,7 @@ import numpy as np
 
 from pagedweight_jax.evaluate.divergence import Reference, divergence
 from pagedweight_jax.evaluate.perplexity import Perplexity, Progress, perplexity, silent
-from pagedweight_jax.evaluate.schedule import Schedule, schedule_of
+from pagedweight_jax.evaluate.schedule import Schedule, boundary_of
 from pagedweight_jax.paging.table import IN_TRANSFER
 
 REST_SECONDS = 0.002
@@ -59,7 +59,7 @@ def score_under_pressure(
     """Returns the score of ``windows``, int32 [windows, tokens].
 
     Args:
-      engine: a ``serving.engine.Engine``, idle, in any mode.
+      engine: a ``serving.engine.Engine``, idle, dynamic or frozen.
       windows: ``max_num_seqs`` of them run together, in order.
       reference: the unquantized model on the same windows, for the KL divergence.
       progress: called after each boundary.
@@ -70,18 +70,23 @@ def score_under_pressure(
     """
     if reference is not None and reference.hidden_WTD.shape[:2] != (len(windows), windows.shape[1] - 1):
         raise ValueError(f"a reference of shape {reference.hidden_WTD.shape} is not of windows {windows.shape}")
-    first_event, initial_LEU = len(engine.events), engine.residency.table.committed_LEU.copy()
+    initial_LEU, boundaries = engine.residency.table.committed_LEU.copy(), []
     rows, total = engine.config.max_num_seqs, windows[:, 1:].size
     logprobs, kl = [], []
+
+    def remember() -> None:  # at once: the engine keeps its newest events only
+        boundaries.append(boundary_of(engine.events[-1]))
+
     for first in range(0, len(windows), rows):
         if first:
-            rest(engine)
+            rest(engine, remember)
         requests = [
             engine.add_request(tuple(tokens), None, keep_hidden=reference is not None)
             for tokens in windows[first : first + rows].tolist()
         ]
         while engine.has_work:
             engine.step()
+            remember()
             done = first * (windows.shape[1] - 1) + sum(len(request.logprobs) for request in requests)
             progress(done, total)
         for window, request in enumerate(requests, first):
@@ -92,7 +97,9 @@ def score_under_pressure(
     return Score(
         logprobs_WT=np.array(logprobs, np.float64),
         kl_WT=np.array(kl, np.float64) if kl else None,
-        schedule=schedule_of(initial_LEU, engine.events[first_event:]),
+        schedule=Schedule(
+            budget_bytes=engine.ledger.budget_bytes, initial_LEU=initial_LEU, boundaries=tuple(boundaries)
+        ),
     )
 
 

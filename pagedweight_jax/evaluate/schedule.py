@@ -6,7 +6,6 @@ On disk it is JSON: the bits at the start, and for each boundary only the blocks
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,20 +72,16 @@ class Schedule:
         return np.array(seen, np.uint8).reshape(-1, *self.initial_LEU.shape)
 
 
-def schedule_of(initial_LEU: np.ndarray, events: Sequence) -> Schedule:
-    """Returns the schedule of an engine's events (``serving.events.BoundaryEvent``), which began with these bits."""
-    boundaries = tuple(
-        Boundary(
-            chunks=event.chunks,
-            mean_bits=event.mean_bits,
-            kv_bytes=event.kv_bytes,
-            weight_bytes=event.weight_bytes,
-            device_bytes=event.device_bytes,
-            changes=(*event.raised, *event.lowered),
-        )
-        for event in events
+def boundary_of(event) -> Boundary:
+    """Returns what a schedule keeps of an engine's event (``serving.events.BoundaryEvent``)."""
+    return Boundary(
+        chunks=event.chunks,
+        mean_bits=event.mean_bits,
+        kv_bytes=event.kv_bytes,
+        weight_bytes=event.weight_bytes,
+        device_bytes=event.device_bytes,
+        changes=(*event.raised, *event.lowered),
     )
-    return Schedule(budget_bytes=events[0].budget_bytes, initial_LEU=initial_LEU, boundaries=boundaries)
 
 
 def check_schedule(path: Path) -> None:

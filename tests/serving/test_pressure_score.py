@@ -13,6 +13,7 @@ from pagedweight_jax.evaluate.perplexity import score_dense
 from pagedweight_jax.evaluate.pressure import score_under_pressure
 from pagedweight_jax.paging.arena import KV
 from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.events import KEPT_EVENTS, EventLog
 
 ROWS, WINDOW_TOKENS, CHUNK_TOKENS = 4, 96, 16
 SPARE_BLOCKS = 6
@@ -38,9 +39,10 @@ def references(tiny, windows):
     return reference(tiny.dequantized(np.full((2, 4, 2), 6)), windows)
 
 
-def score(tiny, windows, references, squeezed=False, calibration=None, **changes):
+def score(tiny, windows, references, squeezed=False, calibration=None, kept=KEPT_EVENTS, **changes):
     """Scores with an engine of its own; a squeezed one has room for few KV blocks beside its first bits."""
     engine = Engine(tiny.checkpoint, replace(CONFIG, **changes), calibration=calibration)
+    engine.events = EventLog(kept)
     try:
         spare_frames = SPARE_BLOCKS * engine.state.geometry.frames_per_block
         held = engine.allocator.take(engine.allocator.num_free - spare_frames if squeezed else 0, KV)
@@ -98,6 +100,13 @@ def test_a_frozen_score_is_that_of_the_same_weights_without_pages(tiny, windows,
     assert frozen.kl > 0.01
     assert frozen.kl_standard_error > 0
     assert dynamic.kl < 0.9 * frozen.kl  # its bits were higher throughout
+
+
+def test_a_schedule_is_whole_however_few_events_the_engine_keeps(tiny, windows):
+    schedule = score(tiny, windows, None, squeezed=True, kept=2).schedule
+    assert [b.chunks for b in schedule.boundaries if b.chunks] == [ROWS] * (2 * WINDOW_TOKENS // CHUNK_TOKENS)
+    assert schedule.lowest_bits < schedule.mean_bits < schedule.boundaries[0].mean_bits
+    assert len(schedule.bits()) == len(schedule.boundaries) > 2  # and every change begins where the last one ended
 
 
 def test_six_bits_are_their_own_reference(tiny, windows, references):
