@@ -121,7 +121,7 @@ def score_served(engine: Server, windows: np.ndarray, progress: Progress = silen
     them at the bits that this pressure leaves. Requests that the engine has already are served along.
 
     Args:
-      engine: in any mode; its ``events`` hold what happened meanwhile.
+      engine: dynamic or frozen; its newest ``events`` hold what happened meanwhile.
       windows: int32 [windows, tokens].
       progress: called after each boundary.
 
