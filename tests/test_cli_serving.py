@@ -2,17 +2,21 @@
 """The verbs that run a checkpoint: text and numbers on stdout, mistakes in one line."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
-from pagedweight_jax.cli import main
+from pagedweight_jax.cli import main, serving
+from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.evaluate import pressure
 from pagedweight_jax.evaluate import schedule as schedule_module
 from pagedweight_jax.evaluate.perplexity import perplexity, score_dense, split_windows
 from pagedweight_jax.evaluate.schedule import read_schedule
+from pagedweight_jax.serving import engine as engine_module
+from pagedweight_jax.serving.events import EventLog
 
 TEXT = "the rain in spain stays mainly in the plain, " * 12
 
@@ -36,6 +40,24 @@ def test_generate_continues_every_prompt(run_cli, checkpoint):
         assert output["finish_reason"] in ("stop", "length")
         assert 1 <= len(output["token_ids"]) <= 9
     assert "mean bits 6.00, budget" in err
+
+
+def test_progress_counts_all_tokens_however_few_events_the_engine_keeps(run_cli, checkpoint, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def recorded():
+        yield lambda *progress: seen.append(progress), lambda line: None
+
+    monkeypatch.setattr(serving, "progress_bars", recorded)
+    monkeypatch.setattr(engine_module, "EventLog", lambda: EventLog(kept=2))
+    code, out, _ = run_cli("generate", checkpoint, "--prompt", "the rain", "--max-tokens", 40, "--json")
+    assert code == 0
+    [output] = json.loads(out)
+    assert len(output["token_ids"]) > 3 * ServeConfig.steps_per_call
+    done = [done for stage, done, _ in seen if stage == "generate"]
+    assert done == sorted(done)
+    assert done[-1] == len(output["token_ids"])
 
 
 def test_evaluate_measures_what_dense_code_measures(run_cli, checkpoint, hf_folder, tmp_path):

@@ -72,17 +72,21 @@ def generate(args: argparse.Namespace) -> int:
         implementation=args.implementation,
     )
     config = _with_budget(config, manifest, args.memory)
-    total = len(args.prompt) * args.max_tokens
+    total, made, bits = len(args.prompt) * args.max_tokens, 0, []
+
+    def on_step(llm: LLM) -> None:
+        nonlocal made
+        event = llm.engine.events[-1]
+        made += event.tokens
+        bits.append(event.mean_bits)
+        progress("generate", made, total)
+
     with progress_bars() as (progress, report), LLM(args.checkpoint, config, progress) as llm:
         start = time.perf_counter()
-        outputs = llm.generate(
-            args.prompt,
-            params,
-            on_step=lambda llm: progress("generate", sum(event.tokens for event in llm.engine.events), total),
-        )
+        outputs = llm.generate(args.prompt, params, on_step)
         seconds = time.perf_counter() - start
         tokens = sum(len(output.token_ids) for output in outputs)
-        report(f"{tokens} tokens in {seconds:.1f} s; {_bits_line(llm.engine)}")
+        report(f"{tokens} tokens in {seconds:.1f} s; {_bits_line(bits, config.memory_bytes)}")
     if args.json:
         fields = ("text", "token_ids", "finish_reason")
         print_json([{"prompt": p, **{name: getattr(o, name) for name in fields}} for p, o in zip(args.prompt, outputs)])
@@ -142,7 +146,7 @@ def evaluate(args: argparse.Namespace) -> int:
         kl = "" if score.kl is None else f", KL {score.kl:.5f} ± {score.kl_standard_error:.5f} nats a token,"
         print(
             f"perplexity {result['perplexity']:.4f}{kl} on {result['windows']} windows of {result['window_tokens']} "
-            f"tokens; {_bits_line(engine)}"
+            f"tokens; {_bits_line([boundary.mean_bits for boundary in schedule.boundaries], config.memory_bytes)}"
         )
     if args.schedule:
         write_schedule(args.schedule, schedule)
@@ -181,9 +185,8 @@ def _with_budget(config, manifest, memory_bytes: int | None):
     return replace(config, memory_bytes=budget_bytes(manifest, config, bits=bits, kv_tokens=kv_tokens))
 
 
-def _bits_line(engine) -> str:
-    """What the run's precision was, and the budget."""
-    bits = [event.mean_bits for event in engine.events]
+def _bits_line(bits: list[float], budget_bytes: int) -> str:
+    """What the run's precision was at its boundaries, and the budget."""
     low, high = min(bits), max(bits)
     shown = f"{high:.2f}" if high - low < 0.005 else f"{high:.2f} to {low:.2f}"
-    return f"mean bits {shown}, budget {format_size(engine.ledger.budget_bytes)}"
+    return f"mean bits {shown}, budget {format_size(budget_bytes)}"

@@ -23,7 +23,7 @@ TEXT_TOKENS = 60
 
 
 class LiveView:
-    """Shows an engine while it runs; call ``update`` after every step.
+    """Shows an engine while it runs; call ``update`` after every step: totals are of the steps that it saw.
 
     Args:
       engine: what is shown.
@@ -35,6 +35,7 @@ class LiveView:
         self._engine = engine
         self._decode = decode
         self._console = console
+        self._done = self._lowered = self._raised = self._moved_bytes = 0
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> "LiveView":
@@ -51,6 +52,10 @@ class LiveView:
     def update(self, requests: Sequence[Request]) -> None:
         """Shows the last boundary; ``requests`` are all that have come so far."""
         events = self._engine.events
+        self._done += len(events[-1].finished)
+        self._lowered += len(events[-1].lowered)
+        self._raised += len(events[-1].raised)
+        self._moved_bytes += events[-1].moved_bytes
         if self._live:
             self._live.update(self._panel(events, requests))
         elif (len(events) - 1) % LINE_BOUNDARIES == 0:
@@ -74,13 +79,12 @@ class LiveView:
         facts.add_row("blocks", _widths(event))
         facts.add_row(
             "requests",
-            f"{event.rows} running, {event.waiting} waiting, {sum(len(e.finished) for e in events)} done; "
+            f"{event.rows} running, {event.waiting} waiting, {self._done} done; "
             f"{event.context_tokens} tokens of context; {token_rate(events):.0f} tokens/s",
         )
         facts.add_row(
             "moves",
-            f"{sum(len(e.lowered) for e in events)} blocks lowered, {sum(len(e.raised) for e in events)} raised, "
-            f"{format_size(sum(e.moved_bytes for e in events))} brought back",
+            f"{self._lowered} blocks lowered, {self._raised} raised, {format_size(self._moved_bytes)} brought back",
         )
         body: list[RenderableType] = [_bar(parts, width), _legend(parts), Text(), facts]
         shown = next((r for r in requests if r.generated and not r.finish_reason), None)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pagedweight_jax.demo.live import LiveView, token_rate
-from pagedweight_jax.serving.events import BoundaryEvent
+from pagedweight_jax.serving.events import BoundaryEvent, EventLog
 
 MIB = 2**20
 
@@ -88,3 +88,17 @@ def test_a_terminal_shows_memory_bits_and_text():
     assert "[bold]text [2, 3] from" in shown
     bar = next(line for line in shown.splitlines() if "█████" in line)
     assert bar.count("█") == 96  # the whole budget, whatever rounding does to its parts
+
+
+def test_totals_are_of_all_boundaries_however_few_the_engine_keeps():
+    file = io.StringIO()
+    running = engine(0)
+    running.events = EventLog(kept=2)
+    with LiveView(running, str, Console(file=file, width=100, force_terminal=True, color_system=None)) as view:
+        for boundary in range(20):
+            moves = {"lowered": ((0, 0, 0, 6, 5),) * 3, "raised": ((0, 0, 0, 5, 6),) * 2, "moved_bytes": MIB}
+            running.events.append(event(boundary, finished=(boundary,), **moves))
+            view.update([])
+    last = file.getvalue().rpartition("requests")[2]
+    assert "20 done" in last
+    assert "60 blocks lowered, 40 raised, 20.0 MiB brought back" in last
