@@ -150,7 +150,9 @@ def budget_bytes(
     shapes = _shapes(manifest, config, device or jax.devices()[0])
     kv_blocks = -(-kv_tokens // shapes.geometry.kv.block_tokens)
     entries = shapes.fixed_entries(_estimate_temporary_bytes(shapes.model, shapes.geometry, config))
-    return sum(entries.values()) + shapes.experts_bytes(bits) + kv_blocks * shapes.geometry.block_bytes
+    num_experts = shapes.model.num_sparse_layers * shapes.model.num_experts
+    experts_bytes = num_experts * sum(layout.resident_bytes(bits) for layout in manifest.layouts())
+    return sum(entries.values()) + experts_bytes + kv_blocks * shapes.geometry.block_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +168,6 @@ class _Shapes:
     @property
     def model(self) -> ModelConfig:
         return self.weights.config
-
-    def experts_bytes(self, bits: int) -> int:
-        """All routed experts' pages at ``bits`` bits."""
-        block_bytes = sum(layout.resident_bytes(bits) for layout in (self.geometry.gate_up, self.geometry.down))
-        return self.model.num_sparse_layers * self.model.num_experts * block_bytes
 
     def fixed_entries(self, temporary_bytes: int) -> dict[str, int]:
         """The ledger's entries beside the arena."""
@@ -275,8 +272,8 @@ def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Se
     rows, chunk_tokens = config.max_num_seqs, config.prefill_chunk_tokens
     block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
     split_values = SPLIT_TOKENS * model.num_kv_heads * model.head_dim
-    # Per token: scores of a split, queries and outputs; or gate, up and their product.
-    attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + model.hidden_size
+    # Per token: scores of a split, queries and outputs, four residual widths; or gate, up and their product.
+    attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + 4 * model.hidden_size
     expert_values = 4 * model.moe_intermediate_size + 2 * model.hidden_size
     trace_values = model.num_sparse_layers * model.num_experts_per_tok * model.num_experts
     return 4 * max(
