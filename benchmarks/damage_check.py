@@ -21,7 +21,7 @@ import damage_proxies as proxies
 import jax
 import jax.numpy as jnp
 import numpy as np
-from record import append_result
+from record import Results, append_result
 from scipy.stats import spearmanr
 
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
@@ -234,7 +234,7 @@ def rank_correlations(g_LEUR: np.ndarray, rise_LEUR: np.ndarray, min_bits: int) 
     }
 
 
-def check_singles(scorer: Scorer, predictions: dict[str, np.ndarray], experts: np.ndarray, results: Path) -> np.ndarray:
+def check_singles(scorer: Scorer, predictions: dict[str, np.ndarray], experts: np.ndarray, results: Results) -> np.ndarray:
     """Records the rank correlations of the actions of single blocks; returns their rises of KL, [L, experts, U, R]."""
     min_bits = min(scorer.model.quantized)
     score_LEUQ2 = scorer.single_blocks(experts)
@@ -262,7 +262,7 @@ def check_singles(scorer: Scorer, predictions: dict[str, np.ndarray], experts: n
     return rise_LEUR
 
 
-def check_bundles(scorer: Scorer, predictions: dict[str, np.ndarray], count: int, results: Path) -> None:
+def check_bundles(scorer: Scorer, predictions: dict[str, np.ndarray], count: int, results: Results) -> None:
     """Records how the sum of the predictions follows the KL of random sets of blocks lowered together."""
     min_bits = min(scorer.model.quantized)
     bundles = random_bundles(scorer.full(), min_bits, count)
@@ -275,7 +275,7 @@ def check_bundles(scorer: Scorer, predictions: dict[str, np.ndarray], count: int
 
 
 def check_budgets(
-    scorer: Scorer, predictions: dict[str, np.ndarray], checkpoint: PagedCheckpoint, results: Path, label: str
+    scorer: Scorer, predictions: dict[str, np.ndarray], checkpoint: PagedCheckpoint, results: Results, label: str
 ) -> None:
     """Records KL and perplexity of ``initial_bits`` at the bytes of uniform widths, for every proxy, and of uniform."""
     manifest = checkpoint.manifest
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True, help="JSON lines are appended here")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    started = time.perf_counter()
+    started, results = time.perf_counter(), Results(args.results)
     checkpoint = open_checkpoint(args.checkpoint)
     config = checkpoint.manifest.config
     model = read_model(args.model, checkpoint)
@@ -363,14 +363,14 @@ def main() -> None:
             predictions[f"{proxy}, scaled"] = fitted(model, predictions[proxy], rises_LU)
         scorer = Scorer.on(model, _spread(windows, args.windows))
         experts = np.sort(np.random.default_rng(0).choice(config.num_experts, args.experts, replace=False))
-        rise_LEUR = check_singles(scorer, predictions, experts, args.results)
-        check_bundles(scorer, predictions, args.bundles, args.results)
+        rise_LEUR = check_singles(scorer, predictions, experts, results)
+        check_bundles(scorer, predictions, args.bundles, results)
         if args.plot:
             shown = ("mean", "sum", "relative")
             plot(args.plot, rise_LEUR, {proxy: predictions[proxy] for proxy in shown}, experts)
     scorer = Scorer.on(model, _spread(windows, args.budget_windows))
     whole = {proxy: s_LEUQ for proxy, s_LEUQ in predictions.items() if proxy in BUDGET_PROXIES}
-    check_budgets(scorer, whole, checkpoint, args.results, args.checkpoint.name)
+    check_budgets(scorer, whole, checkpoint, results, args.checkpoint.name)
     print(f"{time.perf_counter() - started:.0f} s")
 
 

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from damage_check import Model, read_model
-from record import append_result
+from record import Results, append_result
 from scipy.stats import spearmanr
 
 from pagedweight_jax.calibrate.residual import merge_spans, request_signals
@@ -280,6 +280,7 @@ def main() -> None:
     experts = np.sort(np.random.default_rng(0).choice(config.num_experts, args.experts, replace=False))
     print(f"{time.perf_counter() - STARTED:.0f} s: read", flush=True)
     measured, predicted = {}, {}
+    results = Results(args.results)
     for path in args.texts:
         started, name = time.perf_counter(), path.name.split(".")[0]
         _, tokens = tokenize(args.model, read_text(path), config.vocab_size)
@@ -288,7 +289,7 @@ def main() -> None:
         long = spread(split_windows(tokens, min(LONG_TOKENS, config.max_position_embeddings)), args.long_windows)
         record["cost"] = lowering_costs(checkpoint, calibration, long) if len(long) else {}
         record = {"text_name": name, "windows": len(windows), "experts": len(experts), **record}
-        append_result(args.results, "text", record)
+        append_result(results, "text", record)
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
             np.savez(args.save / f"{name}.npz", rise=measured[name], **predicted[name])

@@ -25,7 +25,7 @@ import jax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernels_attention_jobs import ARENA_BYTES, ON_GPU, Job, make_jobs, random_arena, relative_error
-from record import append_result
+from record import Results, append_result
 
 
 def inputs(job: Job, arenas) -> tuple:
@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="other program sizes, too")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels_attention.jsonl")
     options = parser.parse_args()
+    results = Results(options.out)
     start = time.perf_counter()
     arenas = {frame_words: random_arena(frame_words) for frame_words in (4096, 2048)}
     todo = [job for job in make_jobs(arenas, options.sweep) if job.what == "copy" or re.search(options.only, job.name)]
@@ -90,7 +91,7 @@ def main() -> int:
         )
         record = {"what": job.what, "shape": job.shape, "how": job.how, "us": us, "gb_s": rate, "copy_gb_s": copy_rate}
         if ON_GPU:
-            append_result(options.out, "kernels_attention", record | {"tflops": tflops, "error": error})
+            append_result(results, "kernels_attention", record | {"tflops": tflops, "error": error})
     return int(failed)
 
 

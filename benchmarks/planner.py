@@ -13,12 +13,13 @@ reload. The figures are the median and the fastest.
 import argparse
 import statistics
 import time
+from pathlib import Path
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-from record import append_result
+from record import Results, append_result
 
 from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.planning.calibration import Calibration, ResidualHeads
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--results", default="benchmarks/results/planner.jsonl")
     args = parser.parse_args()
+    results = Results(Path(args.results))
     rows = {name: measure(shape_LE, args.requests, args.repeats) for name, shape_LE in SHAPES.items()}
     print(f"{'ms, ' + str(args.requests) + ' requests':22}" + "".join(f"{name:>14}" for name in SHAPES))
     print(f"{'blocks':22}" + "".join(f"{2 * L * E:>14}" for L, E in SHAPES.values()))
@@ -138,7 +140,7 @@ def main() -> None:
         )
     for name, (L, E) in SHAPES.items():
         record = {"model": name, "blocks": 2 * L * E, "requests": args.requests, "ms": rows[name]}
-        append_result(args.results, "planner", record)
+        append_result(results, "planner", record)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Queue
 
 import numpy as np
-from record import append_result
+from record import Results, append_result
 
 from pagedweight_jax.calibrate.text import read_text, tokenize
 from pagedweight_jax.checkpoint import hf
@@ -294,13 +294,14 @@ def score_all(
     known = {key(row): row for row in map(json.loads, lines) if row["name"] == "case"}
     missing = [case for case in cases if key(case.names) not in known]
     missing_texts = list({case.text.name: case.text for case in missing}.values())
+    appended = Results(results)
     with processes(workers) as run:
         for row in run(unquantized, missing_texts, model, cache):
             print(json.dumps(row), flush=True)
-            append_result(results, "unquantized", row)
+            append_result(appended, "unquantized", row)
         for row in run(record, missing, model, cache, schedules):
             print({name: row.get(name) for name in SHOWN}, flush=True)
-            append_result(results, "case", row)
+            append_result(appended, "case", row)
             known[key(row)] = row
     return [row for row in (known[key(case.names)] for case in cases) if "error" not in row]
 

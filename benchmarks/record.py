@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -37,9 +38,28 @@ def environment() -> dict[str, str]:
     }
 
 
-def append_result(path: str | Path, name: str, record: dict) -> None:
-    """Appends one JSON line, ``{"name": name, **record, "environment": ...}``, to ``path``."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"name": name, **record, "environment": environment()}) + "\n")
+@dataclass(frozen=True)
+class Results:
+    """A file of records of one run: what the run depends on is asked once, whatever happens to the checkout meanwhile.
+
+    Attributes:
+      path: the file.
+      about: ``environment()`` when the run began.
+    """
+
+    path: Path
+    about: dict[str, str] = field(default_factory=environment)
+
+
+def append_result(results: str | Path | Results, name: str, record: dict) -> None:
+    """Appends one JSON line, ``{"name": name, **record, "environment": ...}``.
+
+    Args:
+      results: the file; as ``Results`` where a run appends more than one line.
+      name: what was measured.
+      record: its figures.
+    """
+    results = results if isinstance(results, Results) else Results(Path(results))
+    results.path.parent.mkdir(parents=True, exist_ok=True)
+    with results.path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"name": name, **record, "environment": results.about}) + "\n")
