@@ -83,7 +83,10 @@ QWEN2_MOE = Family(
             (f"{_EXPERT}.down_proj.weight",), "per_expert", fused=f"{_LAYER}.mlp.experts.down_proj"
         ),
     },
-    skipped={r".*\.rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"},
+    skipped={
+        r".*\.rotary_emb\.inv_freq": "rotary frequencies follow from the configuration",
+        r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*": "a vision tower, text alone is served",
+    },
 )
 
 FAMILIES = {"qwen2_moe": QWEN2_MOE}

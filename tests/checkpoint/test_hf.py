@@ -250,6 +250,16 @@ def test_a_tensor_in_two_shards_is_refused(sharded, saved):
     assert weight_map[EXPERT] in message
 
 
+def test_a_vision_tower_is_skipped_and_said(single, saved):
+    tower = {"visual.patch_embed.proj.weight": np.ones((3, 3), np.float32), "model.vision_tower.norm": np.ones(3, "f4")}
+    edit(single / SINGLE, lambda tensors: tensors.update(tower))
+    lines = []
+    source = open_source(single, load_config(single), lines.append)
+    (line,) = lines
+    assert "skipped 2 tensors (model.vision_tower.norm, visual.patch_embed.proj.weight): a vision tower" in line
+    assert read_layer(source, 2).mlp.experts.down_ENC.shape == (4, 64, 32)
+
+
 def test_rotary_buffers_are_skipped_and_said(single, saved, capsys):
     def change(tensors):
         for l in range(3):
