@@ -234,7 +234,9 @@ def rank_correlations(g_LEUR: np.ndarray, rise_LEUR: np.ndarray, min_bits: int) 
     }
 
 
-def check_singles(scorer: Scorer, predictions: dict[str, np.ndarray], experts: np.ndarray, results: Results) -> np.ndarray:
+def check_singles(
+    scorer: Scorer, predictions: dict[str, np.ndarray], experts: np.ndarray, results: Results
+) -> np.ndarray:
     """Records the rank correlations of the actions of single blocks; returns their rises of KL, [L, experts, U, R]."""
     min_bits = min(scorer.model.quantized)
     score_LEUQ2 = scorer.single_blocks(experts)

@@ -13,9 +13,9 @@ reload. The figures are the median and the fastest.
 import argparse
 import statistics
 import time
-from pathlib import Path
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
