@@ -4,7 +4,7 @@
 Tokens are sorted by expert and cut into tiles (``grouped_order.py``). A program multiplies the tokens of one tile by a
 few rows of their expert's linear-block, whose weights it looks up chunk by chunk (``grouped_weights.py``)::
 
-      acc [R rows, tile]  +=  weights [R, 128]  x  tokens [tile, 128]^T
+      acc [R, tile]  +=  weights [R, 128]  x  tokens [tile, 128]^T
 
 gate_up takes the rows of both halves of the same outputs and stores their h in the order in which ``down`` reads its
 columns. Products of bfloat16 are summed in float32, chunk after chunk: a row's result depends on no other row.
@@ -23,6 +23,7 @@ from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn.grouped_order import (
     CHUNK,
+    WORDS,
     Tiles,
     loaded_rows,
     make_tiles,
@@ -39,18 +40,28 @@ NARROW_BITS = 4
 
 @dataclass(frozen=True)
 class Config:
-    """How the products are cut into programs; all are powers of two.
+    """How the products are cut into programs.
 
     Attributes:
-      tile: tokens of a program.
-      rows: R of a program.
-      num_warps, num_stages: of a program.
+      tile: tokens of a program, a multiple of 16.
+      rows: R of a program, a power of two; 16 a warp keep the words where they are multiplied.
+      num_warps, num_stages: of a program, a power of two, and the depth of the pipeline of loads.
     """
 
     tile: int = 128
     rows: int = 128
     num_warps: int = 8
     num_stages: int = 3
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(first, size) of the powers of two that add up to the tile, largest first."""
+        found, first = [], 0
+        for bit in reversed(range(self.tile.bit_length())):
+            if self.tile >> bit & 1:
+                found.append((first, 1 << bit))
+                first += 1 << bit
+        return found
 
 
 def _dot(w_RC, x_TC):
@@ -99,38 +110,46 @@ def grouped_product(
         e = expert[tile]
 
         def multiply(planes, bits):
-            slot_T = jnp.arange(config.tile, dtype=jnp.int32)
-            there_T = slot_T < counts[tile]
-            pair_T = load(pairs.at[firsts[tile] + slot_T], mask=there_T, other=jnp.int32(0))
-            x_row_T1 = (pair_T // pairs_per_row)[:, None]
-            row_R1 = jnp.maximum(rows[program * num_rows + loaded_rows(num_rows, config.num_warps)], 0)[:, None]
+            row_R = jnp.maximum(rows[program * num_rows + loaded_rows(num_rows, config.num_warps)], 0)
+            row_R4 = jnp.broadcast_to(row_R[:, None], (num_rows, WORDS))
             block = Rows(
-                layout, planes, config.num_warps, arena, halves, frames, e, bits, row_R1, x_XC.dtype, interpret
+                layout, planes, config.num_warps, arena, halves, frames, e, bits, row_R4, x_XC.dtype, interpret
             )  # fmt: skip
-            lut, whole = block.lut(), whole_chunks(layout)
+            lut, whole, parts = block.lut(), whole_chunks(layout), []
+            for first, size in config.parts:
+                slot_T = first + jnp.arange(size, dtype=jnp.int32)
+                there_T = slot_T < counts[tile]
+                pair_T = load(pairs.at[firsts[tile] + slot_T], mask=there_T, other=jnp.int32(0))
+                parts.append((slot_T, there_T, pair_T))
 
-            def product(chunk, words, acc_RT):
-                x_TC = x[x_row_T1, chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None]]
-                return acc_RT + _dot(block.look_up(words, lut), x_TC)
+            def product(chunk, words, sums):
+                w_RC = block.look_up(words, lut)
+                column_1C = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+                added = []
+                for _, there_T, pair_T in parts:
+                    there_TC = jnp.broadcast_to(there_T[:, None], (there_T.size, CHUNK))
+                    x_row_T1 = (pair_T // pairs_per_row)[:, None]
+                    added.append(_dot(w_RC, load(x.at[x_row_T1, column_1C], mask=there_TC, other=0.0)))
+                return [acc_RT + added_RT for acc_RT, added_RT in zip(sums, added)]
 
             def add_chunk(chunk, carry):
-                frames_, acc_RT = carry  # frames are found a chunk ahead: no load waits for them
-                return block.frames_of(jnp.minimum(chunk + 1, whole - 1)), product(
-                    chunk, block.words(chunk, frames_), acc_RT
-                )
+                frames_, sums = carry  # frames are found a chunk ahead: no load waits for them
+                next_frames = block.frames_of(jnp.minimum(chunk + 1, whole - 1))
+                return next_frames, product(chunk, block.words(chunk, frames_), sums)
 
-            acc_RT = jnp.zeros((num_rows, config.tile), jnp.float32)
+            sums = [jnp.zeros((num_rows, size), jnp.float32) for _, size in config.parts]
             if whole:
-                _, acc_RT = lax.fori_loop(0, whole, add_chunk, (block.frames_of(jnp.int32(0)), acc_RT))
+                _, sums = lax.fori_loop(0, whole, add_chunk, (block.frames_of(jnp.int32(0)), sums))
             for chunk in range(whole, num_chunks(layout)):
-                acc_RT = product(chunk, block.words(chunk, block.frames_of(chunk)), acc_RT)
-            y_QT = finish(acc_RT)
-            position_Q = program * y_QT.shape[0] + jnp.arange(y_QT.shape[0], dtype=jnp.int32)
-            exists_Q = rows[program * num_rows + jnp.arange(y_QT.shape[0], dtype=jnp.int32)] >= 0
-            y_QT = jnp.where(exists_Q[:, None], y_QT, 0.0).astype(out.dtype)
-            inside_QT = there_T[None] & (position_Q < out.shape[1])[:, None]
-            place_T = jnp.where(there_T, pair_T, out.shape[0] + slot_T)  # masked ones are past the end
-            store(out_ref.at[place_T[None], position_Q[:, None]], y_QT, mask=inside_QT)
+                sums = product(chunk, block.words(chunk, block.frames_of(chunk)), sums)
+            for acc_RT, (slot_T, there_T, pair_T) in zip(sums, parts):
+                y_QT = finish(acc_RT)
+                position_Q = program * y_QT.shape[0] + jnp.arange(y_QT.shape[0], dtype=jnp.int32)
+                exists_Q = rows[program * num_rows + jnp.arange(y_QT.shape[0], dtype=jnp.int32)] >= 0
+                y_QT = jnp.where(exists_Q[:, None], y_QT, 0.0).astype(out.dtype)
+                inside_QT = there_T[None] & (position_Q < out.shape[1])[:, None]
+                place_T = jnp.where(there_T, pair_T, out.shape[0] + slot_T)  # masked ones are past the end
+                store(out_ref.at[place_T[None], position_Q[:, None]], y_QT, mask=inside_QT)
 
         @pl.when(e < num_experts)
         def _():
@@ -167,6 +186,46 @@ def configure(dtype) -> Config:
     return Config() if dtype == jnp.bfloat16 else Config(tile=32, rows=32, num_warps=4, num_stages=1)
 
 
+def products(
+    arena_AW: jax.Array,
+    pages: WeightPages,
+    tiles: Tiles,
+    x_TC: jax.Array,
+    activation: str,
+    config: Config,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (h_PC, y_PD) of the used pairs: h by ``down``'s positions in x's dtype, and down h in float32.
+
+    Args:
+      arena_AW, pages: as of the API.
+      tiles: the pairs by expert, cut into tiles of ``config.tile``.
+      x_TC: tokens' inputs by gate_up's positions.
+      activation: a key of ``ACTIVATIONS``.
+      config, interpret: of ``grouped_product``.
+    """
+    act, num_pairs, num_rows = ACTIVATIONS[activation], tiles.pairs_P.shape[0], config.rows
+
+    def gated(y_RT):
+        halves_QT2 = y_RT.reshape(2, num_rows // 2, -1).transpose(1, 2, 0)
+        gate_QT, up_QT = (half.reshape(num_rows // 2, -1) for half in jnp.split(halves_QT2, 2, axis=2))
+        return act(gate_QT) * up_QT
+
+    def product(layout, frames_EF, kind, x_XC, rows_Q, out, *finish):
+        return grouped_product(
+            arena_AW, layout, frames_EF, pages.bits_EU, kind, tiles, x_XC, rows_Q, out, *finish,
+            config=config, interpret=interpret,
+        )  # fmt: skip
+
+    rows_Q = gate_up_rows(pages.down, num_rows)
+    h_shape = jax.ShapeDtypeStruct((num_pairs, rows_Q.size // 2), x_TC.dtype)
+    h_PC = product(pages.gate_up, pages.gate_up_frames_EF, 0, x_TC, rows_Q, h_shape, gated)
+    rows_Q = jnp.arange(pl.cdiv(pages.down.rows, num_rows) * num_rows, dtype=jnp.int32)
+    rows_Q = jnp.where(rows_Q < pages.down.rows, rows_Q, -1)
+    y_shape = jax.ShapeDtypeStruct((num_pairs, pages.down.rows), jnp.float32)
+    return h_PC, product(pages.down, pages.down_frames_EF, 1, h_PC, rows_Q, y_shape)
+
+
 def moe_ffn(
     arena_AW: jax.Array,
     pages: WeightPages,
@@ -181,30 +240,10 @@ def moe_ffn(
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
-    num_experts, act = pages.bits_EU.shape[0], ACTIVATIONS[activation]
-    config = config or configure(m_TD.dtype)
-    num_rows = config.rows
+    num_experts, config = pages.bits_EU.shape[0], config or configure(m_TD.dtype)
     tiles = make_tiles(ids_TK.reshape(-1), num_experts, config.tile, interpret)
-
-    def gated(y_RT):
-        halves_QT2 = y_RT.reshape(2, num_rows // 2, -1).transpose(1, 2, 0)
-        gate_QT, up_QT = (half.reshape(num_rows // 2, -1) for half in jnp.split(halves_QT2, 2, axis=2))
-        return act(gate_QT) * up_QT
-
-    def product(layout, frames_EF, kind, x_XC, rows_Q, out, *finish):
-        return grouped_product(
-            arena_AW, layout, frames_EF, pages.bits_EU, kind, tiles, x_XC, rows_Q, out, *finish,
-            config=config, interpret=interpret,
-        )  # fmt: skip
-
-    h_shape = jax.ShapeDtypeStruct((ids_TK.size, num_chunks(pages.down) * CHUNK), m_TD.dtype)
-    rows_Q = gate_up_rows(pages.down, num_rows)
     x_TC = order_columns(m_TD, pages.gate_up)
-    h_PC = product(pages.gate_up, pages.gate_up_frames_EF, 0, x_TC, rows_Q, h_shape, gated)
-    y_shape = jax.ShapeDtypeStruct((ids_TK.size, pages.down.rows), jnp.float32)
-    row_Q = jnp.arange(pl.cdiv(pages.down.rows, num_rows) * num_rows, dtype=jnp.int32)
-    rows_Q = jnp.where(row_Q < pages.down.rows, row_Q, -1)
-    y_PD = product(pages.down, pages.down_frames_EF, 1, h_PC, rows_Q, y_shape)
+    h_PC, y_PD = products(arena_AW, pages, tiles, x_TC, activation, config, interpret)
     used_TK = ids_TK < num_experts
     y_TKD = jnp.where(used_TK[..., None], weights_TK[..., None] * y_PD.reshape(*ids_TK.shape, -1), 0.0)
     h_square_P = jnp.sum(jnp.square(h_PC.astype(jnp.float32)), axis=1)

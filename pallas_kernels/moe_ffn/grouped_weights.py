@@ -83,7 +83,8 @@ class Rows:
       arena, halves: refs int32[A, W] and, the same memory, float16[A, 2W].
       frames: ref int32[E, frames of a block].
       e, bits: expert and bitwidth b.
-      row_R1: int32, stored rows, as they are loaded (``grouped_order.loaded_rows``).
+      row_R4: int32, stored rows, as they are loaded (``grouped_order.loaded_rows``), for each word of a chunk: Triton
+        would lay whatever is loaded as [R, 1] out differently, and move all weights between threads to meet that.
       dtype: of the weights.
       interpret: whether to run on any backend.
     """
@@ -96,14 +97,14 @@ class Rows:
     frames: object
     e: jax.Array
     bits: jax.Array
-    row_R1: jax.Array
+    row_R4: jax.Array
     dtype: object
     interpret: bool
 
     def lut(self):
         """Returns what ``look_up`` needs of the rows' LUTs.
 
-        Pairs of 16-bit entries, int32[R, 1] each, split by ``split_bytes``, zeros past the LUT's end; of a LUT that is
+        Pairs of 16-bit entries, int32[R, 4] each, split by ``split_bytes``, zeros past the LUT's end; of a LUT that is
         too large for registers its place.
         """
         layout = self.layout
@@ -111,17 +112,17 @@ class Rows:
             b: layout.page_starts[b - 1] * layout.frame_words + layout.lut_offset_words(b - 1)
             for b in range(layout.min_bits, layout.max_bits + 1)
         }
-        frame_R1, word_R1 = _split(_choose(self.bits, starts) + (self.row_R1 << (self.bits - 1)), layout.frame_words)
-        frame_R1 = self.frames[self.e, frame_R1]  # a row's LUT lies in one frame
+        frame_R4, word_R4 = _split(_choose(self.bits, starts) + (self.row_R4 << (self.bits - 1)), layout.frame_words)
+        frame_R4 = self.frames[self.e, frame_R4]  # a row's LUT lies in one frame
         if self.planes > REGISTER_BITS:
-            return frame_R1, 2 * word_R1
+            return frame_R4, 2 * word_R4
 
         def pair(i):
-            exists = jnp.broadcast_to((2 * i) >> self.bits == 0, word_R1.shape)
-            return self._as_dtype(load(self.arena.at[frame_R1, word_R1 + i], mask=exists, other=jnp.int32(0)))
+            exists = jnp.broadcast_to((2 * i) >> self.bits == 0, word_R4.shape)
+            return self._as_dtype(load(self.arena.at[frame_R4, word_R4 + i], mask=exists, other=jnp.int32(0)))
 
         pairs = [pair(i) for i in range(max(2 ** (self.planes - 1), 4))]
-        return jnp.concatenate(pairs, axis=1) if self.interpret else split_bytes(pairs)
+        return jnp.stack([pair[:, 0] for pair in pairs], axis=1) if self.interpret else split_bytes(pairs)
 
     def _as_dtype(self, pair: jax.Array) -> jax.Array:
         """Returns two float16 entries of a word as bfloat16, if that is what is multiplied."""
@@ -135,13 +136,13 @@ class Rows:
         return (low & 0xFFFF) | (high << 16)
 
     def places(self, chunk) -> list[tuple]:
-        """Returns [(tile_R1, word_R1, inside_14)]: where a chunk's words are in a plane, and which of them if not all.
+        """Returns [(tile_R4, word_R4, inside_14)]: where a chunk's words are in a plane, and which of them if not all.
 
         Args:
           chunk: of the whole ones, may be an array; the last one, if narrow bands share it, is an int.
         """
         layout = self.layout
-        group_R1, row_R1 = _split(self.row_R1, layout.tile_rows)
+        group_R4, row_R4 = _split(self.row_R4, layout.tile_rows)
         starts = [0]
         for width, tiles in layout.bands:
             starts.append(starts[-1] + layout.rows * width * tiles)
@@ -150,8 +151,8 @@ class Rows:
             for band, first in narrow_bands(layout):
                 width, _ = layout.bands[band]
                 inside = (word_14 >= first) & (word_14 < first + width)
-                tile_R1 = starts[band] + group_R1 * (layout.tile_rows * width)
-                places.append((tile_R1, row_R1 * width - first, inside))
+                tile_R4 = starts[band] + group_R4 * (layout.tile_rows * width)
+                places.append((tile_R4, row_R4 * width - first, inside))
             return places
         place, first = None, 0
         for (width, tiles), start in zip(layout.bands, starts):
@@ -163,12 +164,12 @@ class Rows:
                 place = [jnp.where(chunk >= first, a, b) for a, b in zip(found, place)] if place else found
                 first += tiles * width // WORDS
         start, stride, word, width = place
-        return [(start + group_R1 * stride, row_R1 * width + word, None)]
+        return [(start + group_R4 * stride, row_R4 * width + word, None)]
 
     def frames_of(self, chunk) -> list[list[jax.Array]]:
-        """Returns the frames of a chunk's words, int32[R, 1] of each place of each plane."""
-        tiles = [_split(tile_R1, self.layout.frame_words)[0] for tile_R1, *_ in self.places(chunk)]
-        return [[self.frames[self.e, start + tile_R1] for tile_R1 in tiles] for start in self._plane_starts()]
+        """Returns the frames of a chunk's words, int32[R, 4] of each place of each plane."""
+        tiles = [_split(tile_R4, self.layout.frame_words)[0] for tile_R4, *_ in self.places(chunk)]
+        return [[self.frames[self.e, start + tile_R4] for tile_R4 in tiles] for start in self._plane_starts()]
 
     def _plane_starts(self) -> list[jax.Array]:
         layout, starts = self.layout, []
@@ -183,9 +184,8 @@ class Rows:
         word_14, planes = jnp.arange(WORDS, dtype=jnp.int32)[None], []
         for i in range(self.planes):
             total = None
-            for (tile_R1, word_R1, inside), frame_R1 in zip(self.places(chunk), frames[i]):
-                offset_R4 = _split(tile_R1, self.layout.frame_words)[1] + word_R1 + word_14
-                frame_R4 = jnp.broadcast_to(frame_R1, offset_R4.shape)
+            for (tile_R4, word_R4, inside), frame_R4 in zip(self.places(chunk), frames[i]):
+                offset_R4 = _split(tile_R4, self.layout.frame_words)[1] + word_R4 + word_14
                 mask = inside
                 if self.layout.min_bits < self.planes - i:  # a plane that may be missing
                     exists = self.bits >= self.planes - i
@@ -209,15 +209,15 @@ class Rows:
         halves = [lax.bitcast_convert_type(half.astype(jnp.int16), entry) for half in (pairs, pairs >> 16)]
         return order_weights(_stack(halves), self.num_warps).astype(self.dtype)
 
-    def _load_entries(self, words, frame_R1, first_R1) -> list[jax.Array]:
-        frame_R4, entries = jnp.broadcast_to(frame_R1, words[0].shape), [None] * 32
+    def _load_entries(self, words, frame_R4, first_R4) -> list[jax.Array]:
+        entries = [None] * 32
         for s in range(8):
             codes = jnp.zeros_like(words[0])
             for word in words:
                 codes = (codes << 1) | ((word >> s) & jnp.int32(0x01010101))
             for j in range(s, 32, 8):
                 code = (codes >> (j - s)) & 0xFF
-                entries[8 * (j & 3) + (j >> 2)] = self.halves[frame_R4, first_R1 + code].astype(self.dtype)
+                entries[8 * (j & 3) + (j >> 2)] = self.halves[frame_R4, first_R4 + code].astype(self.dtype)
         return entries
 
 
@@ -234,7 +234,7 @@ def look_up_bytes(words: list[jax.Array], lut: list, interpret: bool = False) ->
 
     Args:
       words: int32[R, 4] of each plane.
-      lut: of ``split_bytes``, int32[R, 1] each.
+      lut: of ``split_bytes``, int32[R, 4] each.
       interpret: whether to emulate the instruction.
     """
     last, found = len(words) - 1, []
