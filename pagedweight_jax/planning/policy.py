@@ -3,8 +3,12 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from pagedweight_jax.errors import UserError
+
+MOST_BITS = 8
+"""No block has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +52,16 @@ class Policy:
             values = getattr(self, name)
             if list(values) != sorted(values):
                 raise UserError(f"policy: {name} must ascend, got {values}")
-        for name, values, least in (
-            ("floors", self.floors, 0),
-            ("depth_caps", [cap for cap in self.depth_caps if cap is not None], 0),
-            ("stages", self.stages, 0),
-            ("alpha", [self.alpha], 0),
-            ("prior_tokens", [self.prior_tokens], 0),
+        for name, values in (
+            ("floors", self.floors),
+            ("depth_caps", [cap for cap in self.depth_caps if cap is not None]),
+            ("stages", self.stages),
         ):
-            if not all(math.isfinite(value) and value >= least for value in values):
-                raise UserError(f"policy: {name} must be finite and at least {least}, got {getattr(self, name)}")
+            if not all(isinstance(value, Integral) and 0 <= value <= MOST_BITS for value in values):
+                raise UserError(f"policy: {name} must be whole bits, 0 to {MOST_BITS}, got {getattr(self, name)}")
+        for name, value in (("alpha", self.alpha), ("prior_tokens", self.prior_tokens)):
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"policy: {name} must be finite and at least 0, got {value}")
         if not all(math.isfinite(value) and value > 0 for value in (*self.edges, *self.multipliers)):
             raise UserError(
                 f"policy: edges and multipliers must be finite and positive, got {self.edges} and {self.multipliers}"
