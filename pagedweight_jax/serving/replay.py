@@ -46,6 +46,8 @@ def replay(
     requests: list[Request] = []
     for event in events:
         where = f"replay of boundary {event.boundary}"
+        if event.boundary != len(engine.events):
+            raise UserError(f"{where}: boundary {len(engine.events)} is next; a record begins at 0 and misses none")
         try:
             for number in event.arrived:
                 if number != len(requests) or number >= len(work):
@@ -62,4 +64,10 @@ def replay(
             ours, theirs = getattr(engine.events[-1], name), getattr(event, name)
             if ours != theirs:
                 raise UserError(f"{where}: {name} {ours}, recorded {theirs}")
+    unfinished = sum(not request.finish_reason for request in requests)
+    if unfinished or len(requests) < len(work):
+        raise UserError(
+            f"replay: the record ends after boundary {len(engine.events) - 1}, when {len(requests)} of {len(work)} "
+            f"requests have come and {unfinished} of those are not finished"
+        )
     return requests

@@ -114,14 +114,28 @@ def test_bits_change_at_the_recorded_boundaries(recorded, again):
 def test_what_is_not_the_record_of_this_work_is_refused_at_the_first_sign(tiny, recorded, again):
     events, _ = recorded
     engine, _ = again
-    work = make_work()
+    work, done = make_work(), len(events)
     with pytest.raises(RuntimeError, match="a step takes a record in replay mode and only there"):
         engine.step()
-    first = next(event.boundary for event in events if event.arrived)
-    with pytest.raises(UserError, match=f"replay of boundary {first}: request 0 arrives, 0 of 0 have"):
-        replay(engine, events, [])
+    first = next(event for event in events if event.arrived)
+    with pytest.raises(UserError, match=f"replay of boundary {done}: request 0 arrives, 0 of 0 have"):
+        replay(engine, [replace(first, boundary=done)], [])
     lowering = next(event for event in events if event.lowered)
-    wrong = replace(lowering, lowered=((1, 2, 0, 8, 3),), arrived=(), cancelled=())
+    wrong = replace(lowering, boundary=done, lowered=((1, 2, 0, 8, 3),), arrived=(), cancelled=())
     with pytest.raises(UserError, match=r"the record changes block \[1, 2, 0\] at 8 bits, it runs at"):
         replay(engine, [wrong], work)
-    assert engine.events[-1].boundary + 1 == len(engine.events)
+    assert len(engine.events) == done
+
+
+def test_a_record_that_is_not_whole_is_refused(tiny, recorded):
+    """Its requests would be too few, or unfinished, without a sign."""
+    events, _ = recorded
+    engine, _ = new_engine(tiny, "replay")
+    with pytest.raises(UserError, match="replay of boundary 5: boundary 0 is next"):
+        replay(engine, events[5:], make_work())
+    assert len(engine.events) == 0
+    arrived = [event.boundary for event in events if event.arrived]
+    stop = arrived[1]
+    with pytest.raises(UserError, match=r"ends after boundary \d+, when [1-9]\d* of 14 requests have come and [1-9]"):
+        replay(engine, events[: stop + 1], make_work())
+    engine.close()
