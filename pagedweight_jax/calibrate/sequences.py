@@ -110,15 +110,37 @@ def _span_statistics(x_TD, m_TD, ids_TK, weights_TK, experts: ExpertWeights, del
     damage_UER = [jnp.einsum("EC,ECR->ER", h_EC, delta_ECR) for h_EC, delta_ECR in zip(h_UEC, delta_UECR)]
     m_square_TK = jnp.broadcast_to(jnp.sum(jnp.square(m_TD), axis=-1, keepdims=True), ids_TK.shape)
     square_TKU = jnp.stack([m_square_TK, hidden_squares(m_TD, ids_TK, experts, act)], axis=-1)
-    sums_E, sums_EU = jnp.zeros(num_experts), jnp.zeros((num_experts, 2))
-    r_TK1, x_TKU = weights_TK[..., None], jnp.sqrt(square_TKU)
     return {
         "damage": jnp.stack(damage_UER, axis=1) / num_tokens,
-        "mass": sums_E.at[ids_TK].add(weights_TK) / num_tokens,
-        "norm": sums_EU.at[ids_TK].add(r_TK1 * x_TKU) / num_tokens,
-        "square": sums_EU.at[ids_TK].add(r_TK1 * square_TKU) / num_tokens,
-        "max": sums_EU.at[ids_TK].max(x_TKU),
+        **usage(ids_TK, weights_TK, square_TKU, num_experts),
         "tokens": tokens_E,
+    }
+
+
+def usage(ids_TK: jax.Array, weights_TK: jax.Array, square_TKU: jax.Array, num_experts: int) -> dict[str, jax.Array]:
+    """Returns mass, norm, square and max of a span's T tokens, by the first part of their names in the statistics.
+
+    No scatter is involved: a GPU's adds in any order, and the same text would not give the same policy.
+
+    Args:
+      ids_TK, weights_TK: the tokens' experts, and r.
+      square_TKU: |x|^2.
+      num_experts: E.
+    """
+    r_TK1, x_TKU = weights_TK[..., None], jnp.sqrt(square_TKU)
+    chosen_TKE1 = (ids_TK[..., None] == jnp.arange(num_experts))[..., None]
+
+    def by_expert(values_TKX):  # [T, K, E, X]
+        return jnp.where(chosen_TKE1, values_TKX[:, :, None], 0.0)
+
+    def mean(values_TKX):
+        return jnp.sum(by_expert(values_TKX), axis=(0, 1)) / len(ids_TK)
+
+    return {
+        "mass": mean(r_TK1)[:, 0],
+        "norm": mean(r_TK1 * x_TKU),
+        "square": mean(r_TK1 * square_TKU),
+        "max": jnp.max(by_expert(x_TKU), axis=(0, 1)),
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pagedweight_jax.calibrate.convert import convert
 from pagedweight_jax.calibrate.routed import hidden_squares
-from pagedweight_jax.calibrate.sequences import measure_sequences, read_layer
+from pagedweight_jax.calibrate.sequences import measure_sequences, read_layer, usage
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
 from pagedweight_jax.checkpoint.draft import open_draft
 from pagedweight_jax.config import DOWN, GATE_UP
@@ -186,6 +186,30 @@ def test_hidden_squares_belong_to_their_token_and_expert(tiny_config, tiny_weigh
     gate_TKF, up_TKF = jnp.split(jnp.einsum("TD,TKND->TKN", m_TD, w.experts.gate_up_ENC[ids_TK]), 2, axis=-1)
     expected_TK = np.square(jax.nn.silu(gate_TKF) * up_TKF).sum(-1)
     np.testing.assert_allclose(square_TK, expected_TK, rtol=1e-5)
+
+
+def test_usage_is_added_up_in_one_order():
+    """No scatter, whose order of additions is not defined on a GPU; by the loop that it stands for."""
+    rng = np.random.default_rng(2)
+    ids_TK, r_TK = rng.integers(0, 5, (30, 2)), rng.random((30, 2), np.float32)
+    square_TKU = rng.random((30, 2, 2), np.float32)
+    found = usage(ids_TK, r_TK, square_TKU, 6)
+    expected = {"mass": np.zeros(6), **{name: np.zeros((6, 2)) for name in ("norm", "square", "max")}}
+    for (t, k), e in np.ndenumerate(ids_TK):
+        r, square_U = r_TK[t, k] / 30, square_TKU[t, k]
+        expected["mass"][e] += r
+        expected["norm"][e] += r * np.sqrt(square_U)
+        expected["square"][e] += r * square_U
+        expected["max"][e] = np.maximum(expected["max"][e], np.sqrt(square_U))
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, err_msg=name)
+
+    def operations(function):
+        return str(jax.make_jaxpr(function, static_argnums=3)(ids_TK, r_TK, square_TKU, 6))
+
+    assert "scatter" not in operations(usage)
+    assert "scatter" in operations(lambda ids_TK, r_TK, square_TKU, E: jnp.zeros(E).at[ids_TK].add(r_TK))
 
 
 def test_a_model_with_a_dense_layer(save_hf, save_tokenizer, hf_folder, tmp_path):
