@@ -49,7 +49,7 @@ class HiddenStates:
         """
         path = self._path(layer)
         if not path.is_file() or path.stat().st_size != self.nbytes:
-            raise UserError(f"{path}: missing or cut short; remove the unfinished conversion to start anew")
+            raise UserError(f"{path}: missing or cut short; remove {self.folder.parent.name} to start anew")
         if self.nbytes > self.ram_bytes:
             return np.memmap(path, self.dtype, "r", shape=self.shape_NSD)
         return np.fromfile(path, self.dtype).reshape(self.shape_NSD)

@@ -207,7 +207,7 @@ def _held(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder}: another conversion is writing there") from error
+            raise UserError(f"{folder}: another process is writing there") from error
         yield
     finally:
         os.close(descriptor)

@@ -182,7 +182,7 @@ def test_a_disk_without_room_for_a_layer_is_noticed_before_it_is_written(hf_fold
 
 
 def test_two_conversions_do_not_write_the_same_place(hf_folder, tmp_path):
-    held = pytest.raises(UserError, match=r"out\.partial: another conversion is writing there")
+    held = pytest.raises(UserError, match=r"out\.partial: another process is writing there")
     with drafts.open_draft(tmp_path / "out", {"source": "x"}), held:
         convert(hf_folder, tmp_path / "out", report=silent, **SMALL)
     assert not (tmp_path / "out.partial").exists()
