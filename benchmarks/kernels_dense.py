@@ -43,7 +43,7 @@ CEILING_GB_S = 4300
 
 D, N, F, E, V = (2048, 2048, 5632, 60, 151936) if ON_GPU else (64, 64, 96, 7, 256)
 K, EPS = 4, 1e-6
-ROUNDS = 4 if ON_GPU else 1
+ROUNDS = 3 if ON_GPU else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Op:
     width: int
     others: Callable = lambda tokens: ()
     sets: int = 8
-    turns: int = 8
+    turns: int = 6
     chained: bool = False
     cuts: str = ""
 
@@ -88,8 +88,7 @@ def project_add(triton, options, x, w, others):
 
 
 def gated(triton, options, x, w, others):
-    norm = others[0] if others else None
-    return (pallas_triton if triton else reference).gated(x, *w, "silu", norm, EPS, **options)
+    return (pallas_triton if triton else reference).gated(x, *w, "silu", None, 0.0, **options)
 
 
 def route(triton, options, x, w, others):
@@ -137,8 +136,6 @@ OPS = [
         weights=((D, N),) * 3,
         width=D,
         others=lambda T: (NORM, *BIASES),
-        cuts="32,128,1,4,4 32,256,1,4,3 32,128,1,2,4 64,128,1,4,3 64,128,1,2,4 64,64,1,4,5 64,256,1,4,3 16,256,2,2,3 "
-        "32,64,1,1,6 128,64,1,4,4",
     ),
     Op(
         name="qkv",
@@ -146,7 +143,7 @@ OPS = [
         weights=((D, N),) * 3,
         width=D,
         others=lambda T: BIASES,
-        cuts="32,128,1,4,4 32,256,1,4,3 64,128,1,4,3 64,64,1,4,5 32,128,1,2,5 16,256,2,1,4",
+        cuts="32,128,1,2,5 32,128,1,1,5 32,64,1,1,8 64,64,1,2,6 64,128,1,2,4 32,256,1,2,4 64,64,1,1,6 32,128,1,2,7",
     ),
     Op(
         name="o + residual",
@@ -155,9 +152,9 @@ OPS = [
         width=N,
         others=lambda T: (((T, D), BF16),),
         sets=16,
-        turns=6,
-        cuts="16,256,1,4,4 16,256,4,2,3 16,256,2,1,4 32,128,2,4,5 16,128,2,2,5 16,512,1,2,4 16,256,2,2,4 16,512,1,1,4 "
-        "32,256,1,4,5",
+        turns=3,
+        cuts="16,512,1,2,5 16,256,1,1,6 16,256,2,1,5 16,512,1,1,5 32,512,1,2,4 32,256,1,2,6 "
+        "64,128,1,2,4,8 64,64,1,1,5,8 32,128,1,1,5,4 64,64,1,2,5,4",
     ),
     Op(
         name="norm + route + gate, up",
@@ -165,23 +162,23 @@ OPS = [
         weights=SHARED,
         width=D,
         others=lambda T: (NORM,),
-        cuts="64,64,1,4,4 32,128,1,4,4 64,128,1,4,3 64,64,1,8,5 32,256,1,4,3 64,64,1,4,6 128,64,1,8,4",
+        cuts="64,64,1,4,4 32,128,1,2,4 64,64,1,2,4 32,64,1,1,6 32,64,1,2,6",
     ),
     Op(
         name="gate, up",
         call=gated,
         weights=SHARED[:2],
         width=D,
-        cuts="64,64,1,4,4 32,64,1,4,5 32,128,1,4,4 64,64,1,4,6 64,128,1,4,3 64,64,1,8,4 128,64,1,8,4 16,256,1,2,3",
+        cuts="64,64,1,4,4 32,64,1,2,6 32,128,1,2,4 64,64,1,2,4 32,64,1,1,6 32,128,1,1,3 64,128,1,2,3 128,64,1,4,3",
     ),
-    Op(name="norm + gate, up", call=gated, weights=SHARED[:2], width=D, others=lambda T: (NORM,)),
     Op(
         name="down + sum",
         call=project_add,
         weights=((F, D),),
         width=F,
         others=lambda T: (((T, D), BF16), ((T, 1), F32), ((T, D), F32)),
-        cuts="16,256,1,4,4 16,256,2,1,4 16,128,11,2,3 32,128,2,4,6 16,512,1,2,4 16,256,2,2,4 16,512,1,1,4 32,256,1,4,5",
+        cuts="16,512,1,1,4 16,256,2,1,5 16,512,1,2,5 16,256,1,1,8 32,256,1,2,6 64,64,1,2,5,8 "
+        "64,128,1,2,4,4 32,128,1,1,5,4",
     ),
     Op(name="norm + route", call=route, weights=((D, E),), width=D, others=lambda T: (NORM,)),
     Op(
@@ -191,7 +188,7 @@ OPS = [
         width=D,
         sets=2,
         turns=6,
-        cuts="128,64,1,4,4 128,128,1,4,3 64,128,1,4,4",
+        cuts="128,64,1,4,4 128,128,1,4,3 64,64,1,1,6 128,64,1,2,4",
     ),
     Op(
         name="tied head",
@@ -200,7 +197,7 @@ OPS = [
         width=D,
         sets=2,
         turns=6,
-        cuts="128,64,1,4,4 64,256,1,8,3 32,256,1,4,3",
+        cuts="64,256,1,8,3 32,256,1,4,3 64,128,1,2,4",
     ),
 ]
 

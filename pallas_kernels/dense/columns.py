@@ -2,8 +2,8 @@
 """A block of columns of ``x @ w`` for a few rows x: the loop that all dense kernels share.
 
 A program runs down the rows of its block of w with a pipeline of 16-byte loads in flight and multiplies on tensor
-cores, token rows padded to 16 or 64. Sums of one matrix are added in one order, whatever the number of rows (up to 16,
-or up to 64) and whatever is in the others.
+cores, token rows padded to 16. Sums of one matrix are added in one order, whatever the number of rows and whatever is
+in the others.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import load
 
-FEW_TOKENS = 16
-"""Rows of a tensor core's instruction."""
-
-MAX_TOKENS = 64
-"""More rows than that are no longer few: the matrix is not what bounds the time."""
+ROWS = 16
+"""Rows of a tensor core's instruction: the most token rows that the kernels take."""
 
 FULL_DEVICE = 128
 """Programs that keep an H200 of 132 SMs busy."""
@@ -50,19 +47,12 @@ class Cut:
     splits: int = 1
 
 
-def choose_cut(num_tokens: int, num_columns: int, operand) -> Cut:
+def choose_cut(num_columns: int, operand) -> Cut:
     """Returns the cut of matrices of ``num_columns`` in all: as wide as still gives every SM a program."""
-    rows, itemsize = padded_rows(num_tokens), jnp.dtype(operand).itemsize
-    narrowest = 16 if rows == FEW_TOKENS else 32
     fitting = [columns for columns in (128, 64, 32) if num_columns >= columns * FULL_DEVICE]
-    columns = max(narrowest, fitting[0] if fitting else 16)
-    depth = max(16, min(256, TILE_BYTES // (max(columns, rows) * itemsize)))
+    columns = fitting[0] if fitting else 16
+    depth = min(256, max(64, TILE_BYTES // (columns * jnp.dtype(operand).itemsize)))
     return Cut(columns=columns, depth=depth)
-
-
-def padded_rows(num_tokens: int) -> int:
-    """Returns the token rows of a program, of which there is one per block of columns."""
-    return FEW_TOKENS if num_tokens <= FEW_TOKENS else MAX_TOKENS
 
 
 def operand_dtype(*arrays):
@@ -83,7 +73,7 @@ def block_columns(block, cut: Cut) -> jax.Array:
 
 def block_place(shape: tuple[int, int], column_N: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Returns (index, mask) of a block of columns of an array [tokens, columns], with the rows of a program."""
-    row_R1 = jnp.arange(padded_rows(shape[0]), dtype=jnp.int32)[:, None]
+    row_R1 = jnp.arange(ROWS, dtype=jnp.int32)[:, None]
     return (row_R1, column_N[None]), (row_R1 < shape[0]) & (column_N < shape[1])[None]
 
 
@@ -108,7 +98,7 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total:
     """Returns ``x @ w`` for each matrix, float32[R, N].
 
     Args:
-      x: reference to the token rows [T, C].
+      x: reference to the token rows [T, C], at most 16.
       weights: references to matrices [C, N] of one shape, or [N, C] where ``transposed``.
       column_N: the block's columns.
       cut: how programs are cut.
@@ -118,14 +108,14 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total:
     num_tokens, end = x.shape
     depth_total = end if depth_total is None else depth_total
     num_columns = weights[0].shape[0 if transposed else 1]
-    rows, depth, operand = padded_rows(num_tokens), cut.depth, operand_dtype(x, *weights)
+    depth, operand = cut.depth, operand_dtype(x, *weights)
     ways = cut.ways if depth_total % (cut.ways * depth) == 0 else 1
     steps = pl.cdiv(depth_total, ways * depth)
-    row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    row_R1 = jnp.arange(ROWS, dtype=jnp.int32)[:, None]
 
     def limits(row, column, c):
         """Conditions that the shapes do not make superfluous."""
-        found = [(row, num_tokens)] if row is not None and rows != num_tokens else []
+        found = [(row, num_tokens)] if row is not None and num_tokens != ROWS else []
         found += [(column, num_columns)] if column is not None and num_columns % cut.columns else []
         return found + ([(c, end)] if depth_total % depth else [])
 
@@ -143,5 +133,5 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total:
                 parts[way] += dot(x_RC, read_w(w, c_C).astype(operand))
         return sums
 
-    sums = [[jnp.zeros((rows, cut.columns), jnp.float32)] * ways for _ in weights]
+    sums = [[jnp.zeros((ROWS, cut.columns), jnp.float32)] * ways for _ in weights]
     return [tree_sum(parts) for parts in lax.fori_loop(0, steps, step, sums)]

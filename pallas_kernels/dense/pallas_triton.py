@@ -2,6 +2,8 @@
 """Dense products of few token rows on NVIDIA GPUs: Pallas-Triton kernels that read each matrix once.
 
 Under the names of ``reference.py``. One program takes a block of columns and all of the contraction; see ``columns``.
+More than 16 rows are left to XLA (cuBLAS), which is faster there. It picks a product by its shape, so up to 64 rows are
+padded to 64: within 1 to 16 and within 17 to 64 rows, a row's result is the same whatever their number.
 """
 
 import jax
@@ -12,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels.dense import reference
 from pallas_kernels.dense.columns import (
-    MAX_TOKENS,
+    ROWS,
     Cut,
     block_columns,
     block_place,
@@ -22,6 +24,19 @@ from pallas_kernels.dense.columns import (
     tree_sum,
 )
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
+
+PADDED_ROWS = 64
+"""What fewer rows are padded to where XLA multiplies."""
+
+
+def pad_rows(*arrays: jax.Array | None) -> list[jax.Array | None]:
+    """Returns arrays of more than 16 rows with 64, where they had fewer."""
+
+    def padded(array):
+        missing = 0 if array is None else PADDED_ROWS - len(array)
+        return jnp.pad(array, ((0, missing), (0, 0))) if missing > 0 else array
+
+    return [padded(array) for array in arrays]
 
 
 def launch(kernel, name: str, programs: int, out_shape, cut: Cut, interpret: bool, *args):
@@ -67,9 +82,10 @@ def project(
 ) -> tuple[jax.Array, ...]:
     """Args and result: see ``pallas_kernels.dense.api.project``."""
     num_tokens = len(x_TD)
-    if num_tokens > MAX_TOKENS:
-        return reference.project(x_TD, weights, norm_D, eps, biases)
-    cut = cut or choose_cut(num_tokens, sum(w.shape[1] for w in weights), operand_dtype(x_TD, *weights))
+    if num_tokens > ROWS:
+        (padded,) = pad_rows(x_TD)
+        return tuple(y[:num_tokens] for y in reference.project(padded, weights, norm_D, eps, biases))
+    cut = cut or choose_cut(sum(w.shape[1] for w in weights), operand_dtype(x_TD, *weights))
     blocks = [pl.cdiv(w.shape[1], cut.columns) for w in weights]
     if norm_D is not None:
         x_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
@@ -111,9 +127,10 @@ def project_add(
     interpret: bool = False,
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.dense.api.project_add``."""
-    if len(h_TC) > MAX_TOKENS:
-        return reference.project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
-    cut = cut or choose_cut(len(h_TC), w_CD.shape[1], operand_dtype(h_TC, w_CD))
+    if len(h_TC) > ROWS:
+        h, *others = pad_rows(h_TC, residual_TD, factor_T1, addend_TD)
+        return reference.project_add(h, w_CD, *others)[: len(h_TC)]
+    cut = cut or choose_cut(w_CD.shape[1], operand_dtype(h_TC, w_CD))
     programs, depth = pl.cdiv(w_CD.shape[1], cut.columns), w_CD.shape[0]
     splits = cut.splits if depth % (cut.splits * cut.depth) == 0 else 1
     optional = {"factor": factor_T1, "addend": addend_TD}
@@ -189,9 +206,10 @@ def gated(
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.dense.api.gated``."""
     num_tokens, width = x_TD.shape[0], gate_DF.shape[1]
-    if num_tokens > MAX_TOKENS:
-        return reference.gated(x_TD, gate_DF, up_DF, activation, norm_D, eps)
-    cut = cut or choose_cut(num_tokens, width, operand_dtype(x_TD, gate_DF))
+    if num_tokens > ROWS:
+        (padded,) = pad_rows(x_TD)
+        return reference.gated(padded, gate_DF, up_DF, activation, norm_D, eps)[:num_tokens]
+    cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF))
     if norm_D is not None:
         x_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
 
@@ -208,9 +226,9 @@ def logits(
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.dense.api.logits``."""
     num_tokens, num_columns = x_TD.shape[0], head.shape[0 if transposed else 1]
-    if num_tokens > MAX_TOKENS:
-        return reference.logits(x_TD, head, transposed)
-    cut = cut or choose_cut(num_tokens, num_columns, operand_dtype(x_TD, head))
+    if num_tokens > ROWS:
+        return reference.logits(*pad_rows(x_TD), head, transposed)[:num_tokens]
+    cut = cut or choose_cut(num_columns, operand_dtype(x_TD, head))
 
     def kernel(x, w, out):
         column_N = block_columns(pl.program_id(0), cut)

@@ -12,9 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import load, store
-from pallas_kernels.dense.columns import FEW_TOKENS, MAX_TOKENS, Cut, choose_cut, dot, operand_dtype
-from pallas_kernels.dense.pallas_triton import gate_columns, launch, rms_norm
+from pallas_kernels.dense.columns import ROWS, Cut, choose_cut, dot, operand_dtype
+from pallas_kernels.dense.pallas_triton import gate_columns, gated, launch, rms_norm
 from pallas_kernels.routing import reference
+
+MAX_TOKENS = 64
+"""More rows than that fill the device with XLA's kernels, too."""
 
 TILE_BYTES = 16384
 """Of the router in a step: five in flight fit in an SM's shared memory."""
@@ -51,7 +54,7 @@ def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
     operand = operand_dtype(m, router)
     padded_experts = max(16, pl.next_power_of_2(num_experts))
     depth = min(128, max(16, TILE_BYTES // (padded_experts * operand.itemsize)))
-    row_R = block * FEW_TOKENS + jnp.arange(FEW_TOKENS, dtype=jnp.int32)
+    row_R = block * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
     there_R1 = (row_R < num_tokens)[:, None]
     expert_1E = jnp.arange(padded_experts, dtype=jnp.int32)[None]
 
@@ -68,8 +71,8 @@ def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
             gate_RC += m_RC.astype(jnp.float32) * gate_1C
         return logits_RE, gate_RC
 
-    logits_RE = jnp.zeros((FEW_TOKENS, padded_experts), jnp.float32)
-    gate_RC = None if shared_gate is None else jnp.zeros((FEW_TOKENS, depth), jnp.float32)
+    logits_RE = jnp.zeros((ROWS, padded_experts), jnp.float32)
+    gate_RC = None if shared_gate is None else jnp.zeros((ROWS, depth), jnp.float32)
     logits_RE, gate_RC = lax.fori_loop(0, pl.cdiv(num_columns, depth), add_products, (logits_RE, gate_RC))
     logits_RE = jnp.where(expert_1E < num_experts, logits_RE, -jnp.inf)
     for j, (weight_R, id_R) in enumerate(choose(logits_RE, k, renormalise)):
@@ -79,8 +82,10 @@ def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
         store(factor.at[row_R, 0], jax.nn.sigmoid(jnp.sum(gate_RC, axis=1)), mask=row_R < num_tokens)
 
 
-def _out_shapes(num_tokens: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    return jax.ShapeDtypeStruct((num_tokens, k), jnp.float32), jax.ShapeDtypeStruct((num_tokens, k), jnp.int32)
+def _out_shapes(num_tokens: int, k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes of weights, ids and factor."""
+    shapes = ((num_tokens, k), jnp.float32), ((num_tokens, k), jnp.int32), ((num_tokens, 1), jnp.float32)
+    return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
 
 
 def norm_and_route(
@@ -97,16 +102,23 @@ def norm_and_route(
     if len(x_TD) > MAX_TOKENS:
         return reference.norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
 
-    num_tokens = len(x_TD)
     m_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
+    return m_TD, *_route(m_TD, router_DE, None, k, renormalise, interpret)
 
-    def kernel(m, router, *outs):
-        route_rows(pl.program_id(0), (m, router, None), (*outs, None), k, renormalise)
 
+def _route(m_TD, router_DE, shared_gate_D, k: int, renormalise: bool, interpret: bool) -> list[jax.Array]:
+    """Returns the weights and ids, and where there is a shared gate its factor."""
+    gates = () if shared_gate_D is None else (shared_gate_D,)
+
+    def kernel(m, router, *refs):
+        gate, factor = (refs[0], refs[-1]) if gates else (None, None)
+        weights, ids = refs[len(gates) : len(gates) + 2]
+        route_rows(pl.program_id(0), (m, router, gate), (weights, ids, factor), k, renormalise)
+
+    out_shape = _out_shapes(len(m_TD), k)[: 2 + len(gates)]
     cut = Cut(columns=16, depth=16, num_warps=4, num_stages=5)
-    programs = pl.cdiv(num_tokens, FEW_TOKENS)
-    chosen = launch(kernel, "route", programs, _out_shapes(num_tokens, k), cut, interpret, m_TD, router_DE)
-    return m_TD, *chosen
+    programs = pl.cdiv(len(m_TD), ROWS)
+    return launch(kernel, "route", programs, out_shape, cut, interpret, m_TD, router_DE, *gates)
 
 
 def norm_route_and_gate(
@@ -126,24 +138,22 @@ def norm_route_and_gate(
     num_tokens, width = len(x_TD), shared[0].shape[1]
     if num_tokens > MAX_TOKENS:
         return reference.norm_route_and_gate(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation)
-    cut = cut or choose_cut(num_tokens, width, operand_dtype(x_TD, shared[0]))
-    routing_programs = pl.cdiv(num_tokens, FEW_TOKENS)
+    gate_DF, up_DF, shared_gate_D = shared
     m_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
+    if num_tokens > ROWS:
+        h_TF = gated(m_TD, gate_DF, up_DF, activation, None, 0.0)
+        weights_TK, ids_TK, factor_T1 = _route(m_TD, router_DE, shared_gate_D, k, renormalise, interpret)
+        return m_TD, weights_TK, ids_TK, h_TF, factor_T1
+    cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF))
 
-    def kernel(m, router, gate, up, shared_gate, weights, ids, h, factor):
+    def kernel(m, router, gate, up, shared_gate, weights, ids, factor, h):
         program = pl.program_id(0)
         ins, outs = (m, router, shared_gate), (weights, ids, factor)
-        pl.when(program < routing_programs)(lambda: route_rows(program, ins, outs, k, renormalise))
+        pl.when(program == 0)(lambda: route_rows(0, ins, outs, k, renormalise))
+        pl.when(program > 0)(lambda: gate_columns(program - 1, m, gate, up, h, activation, cut))
 
-        @pl.when(program >= routing_programs)
-        def _():
-            gate_columns(program - routing_programs, m, gate, up, h, activation, cut)
-
-    out_shape = (
-        *_out_shapes(num_tokens, k),
-        jax.ShapeDtypeStruct((num_tokens, width), x_TD.dtype),
-        jax.ShapeDtypeStruct((num_tokens, 1), jnp.float32),
-    )
-    programs = routing_programs + pl.cdiv(width, cut.columns)
-    found = launch(kernel, "route_and_gate", programs, out_shape, cut, interpret, m_TD, router_DE, *shared)
-    return m_TD, *found
+    out_shape = *_out_shapes(num_tokens, k), jax.ShapeDtypeStruct((num_tokens, width), x_TD.dtype)
+    programs = 1 + pl.cdiv(width, cut.columns)
+    args = m_TD, router_DE, *shared
+    weights_TK, ids_TK, factor_T1, h_TF = launch(kernel, "route_and_gate", programs, out_shape, cut, interpret, *args)
+    return m_TD, weights_TK, ids_TK, h_TF, factor_T1

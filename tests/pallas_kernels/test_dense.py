@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.dense import api, pallas_triton, reference
 from pallas_kernels.dense.arg_specs import SPECS, abstract_args
-from pallas_kernels.dense.columns import MAX_TOKENS, Cut
+from pallas_kernels.dense.columns import Cut
 
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -35,7 +35,7 @@ def close(out, ref, dtype, relative_error):
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize(
     ("dtype", "tokens", "cut"),
-    [("float32", 3, CUTS[1]), ("bfloat16", 1, CUTS[0]), ("bfloat16", 16, CUTS[1]), ("bfloat16", 17, CUTS[0])],
+    [("float32", 3, CUTS[1]), ("bfloat16", 1, CUTS[0]), ("bfloat16", 16, CUTS[1]), ("bfloat16", 7, CUTS[0])],
 )
 def test_project_equals_the_definition(dtype, tokens, cut, interpret, relative_error):
     x, q, k, v, norm, bias = draw(0, (tokens, 96), (96, 64), (96, 32), (96, 24), (96,), (32,), dtype=dtype)
@@ -52,7 +52,7 @@ def test_project_equals_the_definition(dtype, tokens, cut, interpret, relative_e
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize(
     ("dtype", "tokens", "depth", "cut"),
-    [("float32", 16, 40, CUTS[0]), ("bfloat16", 3, 96, CUTS[1]), ("bfloat16", 64, 40, CUTS[0])],
+    [("float32", 16, 40, CUTS[0]), ("bfloat16", 3, 96, CUTS[1]), ("bfloat16", 1, 40, CUTS[0])],
 )
 def test_project_add_equals_the_definition(dtype, tokens, depth, cut, interpret, relative_error):
     h, w, residual = draw(1, (tokens, depth), (depth, 72), (tokens, 72), dtype=dtype)
@@ -70,7 +70,7 @@ def test_project_add_equals_the_definition(dtype, tokens, depth, cut, interpret,
     [
         ("float32", 1, "silu", CUTS[0]),
         ("bfloat16", 16, "gelu_pytorch_tanh", CUTS[1]),
-        ("bfloat16", 17, "silu", CUTS[0]),
+        ("bfloat16", 9, "silu", CUTS[0]),
     ],
 )
 def test_gated_equals_the_definition(dtype, tokens, activation, cut, interpret, relative_error):
@@ -96,12 +96,10 @@ def test_logits_equal_the_definition(dtype, tokens, transposed, interpret, relat
 
 
 @pytest.mark.parametrize("interpret", MODES)
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 64)])
-def test_a_row_depends_on_no_other_row(dtype, most, interpret):
-    x, gate, up, norm, down, residual = draw(
-        5, (most, 96), (96, 64), (96, 64), (96,), (64, 96), (most, 96), dtype=dtype
-    )
-    few = 1 if most == 16 else 17
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_depends_on_no_other_row(dtype, interpret):
+    x, gate, up, norm, down, residual = draw(5, (16, 96), (96, 64), (96, 64), (96,), (64, 96), (16, 96), dtype=dtype)
+    few = 3
 
     @jax.jit
     def layer(x, residual):
@@ -114,13 +112,14 @@ def test_a_row_depends_on_no_other_row(dtype, most, interpret):
             np.testing.assert_array_equal(np.asarray(a[:few], np.float32), np.asarray(b[:few], np.float32))
 
 
-def test_more_rows_are_left_to_xla(relative_error):
+@pytest.mark.parametrize("tokens", [17, 65])
+def test_more_rows_are_left_to_xla(tokens):
     """Without ``interpret`` a kernel would fail on a CPU."""
-    tokens = MAX_TOKENS + 1
     x, w, up, norm, residual = draw(6, (tokens, 32), (32, 48), (32, 48), (32,), (tokens, 48))
+    addend = 2 * residual
     for name, args, options in (
         ("project", (x, (w,)), {"norm_D": norm, "eps": EPS}),
-        ("project_add", (x, w, residual), {}),
+        ("project_add", (x, w, residual), {"addend_TD": addend}),
         ("gated", (x, w, up), {}),
         ("logits", (x, w), {}),
     ):
@@ -128,7 +127,7 @@ def test_more_rows_are_left_to_xla(relative_error):
             jax.tree.leaves(getattr(api, name)(*args, **options, implementation=implementation))
             for implementation in ("triton", "xla")
         )
-        np.testing.assert_array_equal(out[0], ref[0], name)
+        np.testing.assert_allclose(out[0], ref[0], 1e-5, 1e-5, err_msg=name)
 
 
 def cuda():
@@ -156,7 +155,7 @@ def step(spec, args):
     return out
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, "bfloat16"), (64, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "bfloat16"), (16, "bfloat16"), (3, "float32")])
 @pytest.mark.parametrize("name", SPECS)
 def test_real_sizes_lower_to_triton(name, tokens, dtype):
     spec = SPECS[name]
