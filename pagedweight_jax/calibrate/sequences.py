@@ -4,11 +4,12 @@
 Damage needs no forward pass per action. With the importance h_c that one sequence gives to the columns of a block (see
 ``routed``), lowering the block from b to b - 1 bits costs
 
-    D  =  sum_c h_c delta_c        delta_c  =  sum_n (W^b_nc - W^(b-1)_nc)^2
+    D  =  sum_c h_c delta_c        delta_c  =  sum_n f_n (W^b_nc - W^(b-1)_nc)^2
 
 because a centroid of b - 1 bits is the weighted mean of its two children: the weighted error of b - 1 bits less that of
-b bits is the weighted square of their difference. All of it follows from the checkpoint's pages; the forward pass runs
-at the largest bitwidth. One layer is in memory at a time.
+b bits is the weighted square of their difference. The row weights f_n are ones in a checkpoint without Fisher rows. All
+of it follows from the checkpoint's pages; the forward pass runs at the largest bitwidth. One layer is in memory at a
+time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedweight_jax.calibrate.fisher import row_weights
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.routed import error_sums, hidden_squares, routed_experts
 from pagedweight_jax.checkpoint.dense import abstract_dense, named_leaves
@@ -157,20 +159,26 @@ def read_blocks(checkpoint: PagedCheckpoint, sparse_layer: int, kind: int) -> tu
     """
     manifest, layout = checkpoint.manifest, checkpoint.manifest.layouts()[kind]
     pages = [checkpoint.load_pages(sparse_layer, kind, page) for page in range(manifest.max_bits)]
+    fisher_LEN, f_EN = checkpoint.fisher(kind), [None] * manifest.config.num_experts
+    if fisher_LEN is not None:
+        f_EN = row_weights(fisher_LEN[sparse_layer], checkpoint.uncalibrated[sparse_layer])
     w_ENC = np.empty((manifest.config.num_experts, layout.rows, layout.columns), np.float32)
     delta_ECR = np.empty((len(w_ENC), layout.columns, manifest.max_bits - manifest.min_bits), np.float32)
     for e in range(len(w_ENC)):
-        w_ENC[e], delta_ECR[e] = _read_block([page[e] for page in pages], layout)
+        w_ENC[e], delta_ECR[e] = _read_block([page[e] for page in pages], layout, f_EN[e])
     return w_ENC, delta_ECR
 
 
 @partial(jax.jit, static_argnums=1)
-def _read_block(pages: list[jax.Array], layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
+def _read_block(
+    pages: list[jax.Array], layout: BlockLayout, f_N: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     high_NC = w_NC = dequantize_pages(pages, layout)
     delta_CR = []
     for bits in range(layout.max_bits - 1, layout.min_bits - 1, -1):
         low_NC = dequantize_pages(pages[:bits], layout)
-        delta_CR.append(jnp.sum(jnp.square(high_NC - low_NC), axis=0))
+        square_NC = jnp.square(high_NC - low_NC)
+        delta_CR.append(jnp.sum(square_NC if f_N is None else f_N[:, None] * square_NC, axis=0))
         high_NC = low_NC
     return w_NC, jnp.stack(delta_CR, axis=-1) if delta_CR else jnp.zeros((layout.columns, 0))
 

@@ -11,11 +11,13 @@ from pagedweight_jax.calibrate.convert import convert
 from pagedweight_jax.calibrate.fisher import layer_gradient, layer_output, row_weights, top_gradient
 from pagedweight_jax.calibrate.prepare import costs, prepare
 from pagedweight_jax.calibrate.sensitivity import sensitivity
+from pagedweight_jax.calibrate.sequences import read_blocks
 from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
 from pagedweight_jax.checkpoint.summary import summarize
 from pagedweight_jax.config import DOWN, GATE_UP
 from pagedweight_jax.errors import UserError
+from pallas_kernels.bitplane import dequantize_pages
 
 SMALL = {"bits": (2, 3), "samples": 6, "sequence_length": 32, "report": lambda line: None}
 
@@ -78,6 +80,21 @@ def test_rows_are_mean_squared_gradients_and_weight_the_errors(folder, converted
             expected_EQ = sensitivity(w_ENC, quantize(w_ENC, h_EC, 2, 3), h_EC, 2, 3, f_EN)
             np.testing.assert_allclose(converted.sensitivity[sparse_layer, :, kind], expected_EQ, rtol=1e-12)
     assert not converted.uncalibrated.any()
+
+
+@pytest.mark.parametrize("kind", [GATE_UP, DOWN])
+def test_the_damage_of_sequences_is_weighted_alike(plain, converted, kind):
+    high_ENC, delta_ECR = read_blocks(converted, 1, kind)
+    plain_ENC, plain_ECR = read_blocks(plain, 1, kind)
+    np.testing.assert_array_equal(high_ENC, plain_ENC)
+    layout = converted.manifest.layouts()[kind]
+    f_EN = row_weights(converted.fisher(kind)[1], converted.uncalibrated[1])
+    pages = [converted.load_pages(1, kind, page) for page in range(2)]
+    for e in range(4):
+        low_NC = np.asarray(dequantize_pages([page[e] for page in pages], layout))
+        square_NC = np.square(high_ENC[e] - low_NC, dtype=np.float64)
+        np.testing.assert_allclose(delta_ECR[e, :, 0], f_EN[e] @ square_NC, rtol=1e-5)
+        np.testing.assert_allclose(plain_ECR[e, :, 0], square_NC.sum(0), rtol=1e-5)
 
 
 def test_the_source_fits(folder, converted):
