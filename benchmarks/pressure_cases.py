@@ -7,6 +7,7 @@ on the size of the arena, so all budgets of a batch get the same arena, and what
 """
 
 import functools
+import hashlib
 import json
 import os
 import time
@@ -23,7 +24,7 @@ from record import Results, append_result
 
 from pagedweight_jax.calibrate.text import read_text, tokenize
 from pagedweight_jax.checkpoint import hf
-from pagedweight_jax.checkpoint.paged import open_checkpoint
+from pagedweight_jax.checkpoint.paged import open_checkpoint, sha256_of
 from pagedweight_jax.checkpoint.policy import load_calibration
 from pagedweight_jax.checkpoint.summary import summarize
 from pagedweight_jax.config import PlannerConfig, ServeConfig
@@ -174,13 +175,21 @@ def _weights(model: Path) -> Weights:
     return hf.load_weights(model, hf.load_config(model), np.float32, lambda line: None)
 
 
-def _cached(text: Text, cache: Path) -> Path:
-    return cache / f"{text.name}-{text.skip}-{text.windows}x{text.window_tokens}.npz"
+@functools.cache
+def _model_digest(model: Path) -> str:
+    files = [model / "config.json", *sorted(model.glob("*.safetensors"))]
+    return "".join(sha256_of(file) for file in files)
+
+
+def _cached(text: Text, model: Path, cache: Path) -> Path:
+    """The file of these tokens and weights, whatever their names."""
+    digest = hashlib.sha256(_model_digest(model).encode() + _windows(text, model).tobytes()).hexdigest()
+    return cache / f"{text.name}-{text.skip}-{text.windows}x{text.window_tokens}-{digest[:16]}.npz"
 
 
 def unquantized(text: Text, model: Path, cache: Path) -> dict:
     """Returns the unquantized model's perplexity on the text; its hidden states are left in ``cache``."""
-    path = _cached(text, cache)
+    path = _cached(text, model, cache)
     if not path.exists():
         weights, windows = _weights(model), _windows(text, model)
         ref = reference(weights, windows)
@@ -194,7 +203,7 @@ def unquantized(text: Text, model: Path, cache: Path) -> dict:
 
 @functools.cache
 def _reference(text: Text, model: Path, folder: Path) -> Reference:
-    with np.load(_cached(text, folder)) as arrays:
+    with np.load(_cached(text, model, folder)) as arrays:
         return Reference(weights=without_experts(_weights(model)), hidden_WTD=arrays["hidden_WTD"])
 
 

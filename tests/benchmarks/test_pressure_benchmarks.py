@@ -2,6 +2,7 @@
 """What the ablation and the uniform curve compute from their scores, and one score from a checkpoint to its record."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import ablation
@@ -92,3 +93,20 @@ def test_a_score_from_the_checkpoint_to_its_record(hf_folder, tmp_path, capsys):
     assert rows["tight"]["peak_device_bytes"] <= tight_bytes
     schedule = read_schedule(tmp_path / "schedules" / f"letters-4-{tight_bytes}-tight.json")
     assert schedule.mean_bits == pytest.approx(rows["tight"]["mean_bits"], abs=1e-3)
+
+
+def test_what_is_remembered_of_a_text_is_of_its_tokens_and_of_the_model(hf_folder, tmp_path):
+    """Not of its name: two files may be called the same, and one file may change."""
+    other_model = shutil.copytree(hf_folder, tmp_path / "other")
+    config = json.loads((other_model / "config.json").read_text())
+    (other_model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    (tmp_path / "a.txt").write_text("the rain in spain " * 8)
+    (tmp_path / "b.txt").write_text("stays mainly in the plain " * 8)
+
+    def remembered(path, model=hf_folder):
+        return pc._cached(pc.Text(name="text", path=tmp_path / path, windows=2, window_tokens=32), model, tmp_path)
+
+    places = {remembered("a.txt"), remembered("b.txt"), remembered("a.txt", other_model)}
+    assert len(places) == 3
+    shutil.copy(tmp_path / "a.txt", tmp_path / "c.txt")
+    assert remembered("c.txt") == remembered("a.txt")
