@@ -188,10 +188,10 @@ def _policy_line(policy: dict | None) -> str:
     if policy is None:
         return "none: global damage alone decides (pagedweight calibrate makes one)"
     run, rules = policy["run"], policy["policy"]
-    multipliers = ", ".join(f"{multiplier:g}" for multiplier in rules["multipliers"])
+    multipliers, floors = rules["multipliers"], sorted(set(rules["floors"]))
     return (
-        f"{len(rules['multipliers'])} buckets of experts, multipliers {multipliers}, "
-        f"floors {', '.join(map(str, rules['floors']))} bits; measured on {run['samples']} sequences of "
+        f"{len(multipliers)} buckets of experts, multipliers {multipliers[0]:.3g} to {multipliers[-1]:.3g}, "
+        f"floors {', '.join(map(str, floors))} bits; measured on {run['samples']} sequences of "
         f"{run['sequence_length']} tokens, text {run['text_sha256'][:12]}"
     )
 

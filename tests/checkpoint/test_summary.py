@@ -33,14 +33,14 @@ def test_the_policy_is_shown(copy):
         heads=ResidualHeads(
             weight_URX=np.zeros((U, Q - 1, 3)), intercept_UR=zeros, confidence_UR=zeros, low_UR=zeros, high_UR=zeros
         ),
-        policy=Policy(edges=(1.0,), multipliers=(0.5, 2.0), floors=(0, 3), depth_caps=(None, 1)),
+        policy=Policy(edges=(1.0, 2.0), multipliers=(0.5, 1.5, 2.0), floors=(0, 3, 3), depth_caps=(None, 1, 1)),
         fit={},
     )
     write_policy(checkpoint, online)
     summary = json.loads(json.dumps(summarize(checkpoint)))
     assert summary["policy"]["run"] == {"text_sha256": "ab" * 32, "samples": 3, "sequence_length": 8, "seed": 1}
-    assert summary["policy"]["policy"]["floors"] == [0, 3]
+    assert summary["policy"]["policy"]["floors"] == [0, 3, 3]
     assert shown(summary)["online policy"] == (
-        "2 buckets of experts, multipliers 0.5, 2, floors 0, 3 bits; "
+        "3 buckets of experts, multipliers 0.5 to 2, floors 0, 3 bits; "
         "measured on 3 sequences of 8 tokens, text abababababab"
     )
