@@ -109,7 +109,7 @@ def main() -> None:
             start=online.policy,
             confirm=scorers[1],
             rounds=args.rounds,
-            map=lambda scorer, policies: scorer.many(list(policies)),
+            run=lambda scorer, policies: scorer.many(list(policies)),
         )
     for trial in result.trials:
         print([float(f"{s:.5g}") for s in trial.scores], trial.policy)

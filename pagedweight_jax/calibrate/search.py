@@ -82,7 +82,7 @@ def search(
     start: Policy = NEUTRAL,
     confirm: Score | None = None,
     rounds: int = 2,
-    map: Callable = map,
+    run: Callable = map,
 ) -> SearchResult:
     """Returns the policy of the lowest mean cost, relative to the neutral one's, that coordinate descent finds.
 
@@ -96,7 +96,7 @@ def search(
       start: the policy to begin with and to be held against.
       confirm: measures a policy on text apart.
       rounds: at most this many.
-      map: a pool's, to score the trials of a coordinate in parallel.
+      run: ``map``, or a pool's, to score the trials of a coordinate in parallel.
 
     Raises:
       UserError: the journal is of another subject, or damaged before its last line.
@@ -107,7 +107,7 @@ def search(
     def measure(what: str, function: Score, policies: Sequence[Policy]) -> list[Trial]:
         keys = [_key(what, policy) for policy in policies]
         missing = {key: policy for key, policy in zip(keys, policies) if key not in known}
-        for (key, policy), scores in zip(missing.items(), map(function, missing.values())):
+        for (key, policy), scores in zip(missing.items(), run(function, missing.values())):
             known[key] = Trial(policy=policy, scores=tuple(float(s) for s in scores))
             _append(journal, what, known[key])
         return [known[key] for key in keys]

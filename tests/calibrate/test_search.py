@@ -150,6 +150,6 @@ def test_a_pool_maps_the_trials_of_a_coordinate(tmp_path):
         sizes.append(len(policies))
         return [function(policy) for policy in policies]
 
-    result = search(Landscape(), MOVES, tmp_path / "pool.jsonl", subject="valley", map=pool_map)
+    result = search(Landscape(), MOVES, tmp_path / "pool.jsonl", subject="valley", run=pool_map)
     assert result == search(Landscape(), MOVES, tmp_path / "serial.jsonl", subject="valley")
     assert max(sizes) >= 8
