@@ -38,6 +38,7 @@ def norm_and_route(
     k: int,
     renormalise: bool,
     *,
+    first_T: jax.Array | None = None,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (m [T, D] in x's dtype, weights float32[T, K], ids int32[T, K]): the normed rows and their experts.
@@ -50,13 +51,14 @@ def norm_and_route(
       router_DE: the router's matrix.
       k: experts per token, at most E.
       renormalise: divide the k weights by their sum.
+      first_T: int32, added to each token's ids: where its layer's experts begin among all; None for 0.
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
     Raises:
       ValueError: an unknown implementation, shapes that do not agree, or a k out of range.
     """
     _check(x_TD, k, norm_D, router_DE)
-    return _module(implementation).norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
+    return _module(implementation).norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise, first_T)
 
 
 def norm_route_and_gate(
@@ -69,6 +71,7 @@ def norm_route_and_gate(
     shared: tuple[jax.Array, jax.Array, jax.Array],
     *,
     activation: str = "silu",
+    first_T: jax.Array | None = None,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (m, weights, ids, h, factor): ``norm_and_route`` and the first half of the shared expert, in one kernel.
@@ -84,4 +87,4 @@ def norm_route_and_gate(
         raise ValueError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
     _check(x_TD, k, norm_D, router_DE, *shared)
     run = _module(implementation).norm_route_and_gate
-    return run(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation)
+    return run(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation, first_T)

@@ -44,17 +44,18 @@ def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
 
     Args:
       block: its number.
-      ins: references to m, router and shared_gate, which may be None.
+      ins: references to m, router, and shared_gate and first, which may be None.
       outs: references to weights, ids and factor, which is None with shared_gate.
       k, renormalise: as of ``pallas_kernels.routing.api.norm_and_route``.
     """
-    m, router, shared_gate = ins
+    m, router, shared_gate, first = ins
     weights, ids, factor = outs
     (num_tokens, num_columns), num_experts = m.shape, router.shape[1]
     operand = operand_dtype(m, router)
     padded_experts = max(16, pl.next_power_of_2(num_experts))
     depth = min(128, max(16, TILE_BYTES // (padded_experts * operand.itemsize)))
     row_R = block * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+    first_R = 0 if first is None else load(first.at[row_R], mask=row_R < num_tokens, other=0)
     there_R1 = (row_R < num_tokens)[:, None]
     expert_1E = jnp.arange(padded_experts, dtype=jnp.int32)[None]
 
@@ -77,7 +78,7 @@ def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
     logits_RE = jnp.where(expert_1E < num_experts, logits_RE, -jnp.inf)
     for j, (weight_R, id_R) in enumerate(choose(logits_RE, k, renormalise)):
         store(weights.at[row_R, j], weight_R, mask=row_R < num_tokens)
-        store(ids.at[row_R, j], id_R, mask=row_R < num_tokens)
+        store(ids.at[row_R, j], id_R + first_R, mask=row_R < num_tokens)
     if shared_gate is not None:
         store(factor.at[row_R, 0], jax.nn.sigmoid(jnp.sum(gate_RC, axis=1)), mask=row_R < num_tokens)
 
@@ -95,30 +96,37 @@ def norm_and_route(
     router_DE: jax.Array,
     k: int,
     renormalise: bool,
+    first_T: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Args and result: see ``pallas_kernels.routing.api.norm_and_route``."""
     if len(x_TD) > MAX_TOKENS:
-        return reference.norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
+        return reference.norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise, first_T)
 
     m_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
-    return m_TD, *_route(m_TD, router_DE, None, k, renormalise, interpret)
+    return m_TD, *_route(m_TD, router_DE, None, first_T, k, renormalise, interpret)
 
 
-def _route(m_TD, router_DE, shared_gate_D, k: int, renormalise: bool, interpret: bool) -> list[jax.Array]:
+def _take(refs: list, *arrays: jax.Array | None) -> list:
+    """Returns the next references for those arrays that there are, None for the others."""
+    return [None if array is None else refs.pop(0) for array in arrays]
+
+
+def _route(m_TD, router_DE, shared_gate_D, first_T, k: int, renormalise: bool, interpret: bool) -> list[jax.Array]:
     """Returns the weights and ids, and where there is a shared gate its factor."""
-    gates = () if shared_gate_D is None else (shared_gate_D,)
+    optional = shared_gate_D, first_T
 
     def kernel(m, router, *refs):
-        gate, factor = (refs[0], refs[-1]) if gates else (None, None)
-        weights, ids = refs[len(gates) : len(gates) + 2]
-        route_rows(pl.program_id(0), (m, router, gate), (weights, ids, factor), k, renormalise)
+        refs = list(refs)
+        ins = m, router, *_take(refs, *optional)
+        route_rows(pl.program_id(0), ins, (*refs, None)[:3], k, renormalise)
 
-    out_shape = _out_shapes(len(m_TD), k)[: 2 + len(gates)]
+    out_shape = _out_shapes(len(m_TD), k)[: 2 if shared_gate_D is None else 3]
     cut = Cut(columns=16, depth=16, num_warps=4, num_stages=5)
     programs = pl.cdiv(len(m_TD), ROWS)
-    return launch(kernel, "route", programs, out_shape, cut, interpret, m_TD, router_DE, *gates)
+    present = [array for array in optional if array is not None]
+    return launch(kernel, "route", programs, out_shape, cut, interpret, m_TD, router_DE, *present)
 
 
 def norm_route_and_gate(
@@ -130,6 +138,7 @@ def norm_route_and_gate(
     renormalise: bool,
     shared: tuple[jax.Array, jax.Array, jax.Array],
     activation: str,
+    first_T: jax.Array | None = None,
     *,
     cut: Cut | None = None,
     interpret: bool = False,
@@ -137,23 +146,24 @@ def norm_route_and_gate(
     """Args and result: see ``pallas_kernels.routing.api.norm_route_and_gate``."""
     num_tokens, width = len(x_TD), shared[0].shape[1]
     if num_tokens > MAX_TOKENS:
-        return reference.norm_route_and_gate(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation)
+        return reference.norm_route_and_gate(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation, first_T)
     gate_DF, up_DF, shared_gate_D = shared
     m_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
     if num_tokens > ROWS:
         h_TF = gated(m_TD, gate_DF, up_DF, activation, None, 0.0)
-        weights_TK, ids_TK, factor_T1 = _route(m_TD, router_DE, shared_gate_D, k, renormalise, interpret)
+        weights_TK, ids_TK, factor_T1 = _route(m_TD, router_DE, shared_gate_D, first_T, k, renormalise, interpret)
         return m_TD, weights_TK, ids_TK, h_TF, factor_T1
     cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF))
 
-    def kernel(m, router, gate, up, shared_gate, weights, ids, factor, h):
-        program = pl.program_id(0)
-        ins, outs = (m, router, shared_gate), (weights, ids, factor)
-        pl.when(program == 0)(lambda: route_rows(0, ins, outs, k, renormalise))
+    def kernel(m, router, gate, up, shared_gate, *refs):
+        refs, program = list(refs), pl.program_id(0)
+        ins = m, router, shared_gate, *_take(refs, first_T)
+        weights, ids, factor, h = refs
+        pl.when(program == 0)(lambda: route_rows(0, ins, (weights, ids, factor), k, renormalise))
         pl.when(program > 0)(lambda: gate_columns(program - 1, m, gate, up, h, activation, cut))
 
     out_shape = *_out_shapes(num_tokens, k), jax.ShapeDtypeStruct((num_tokens, width), x_TD.dtype)
     programs = 1 + pl.cdiv(width, cut.columns)
-    args = m_TD, router_DE, *shared
+    args = m_TD, router_DE, *shared, *(() if first_T is None else (first_T,))
     weights_TK, ids_TK, factor_T1, h_TF = launch(kernel, "route_and_gate", programs, out_shape, cut, interpret, *args)
     return m_TD, weights_TK, ids_TK, h_TF, factor_T1

@@ -17,11 +17,18 @@ def route(m_TD: jax.Array, router_DE: jax.Array, k: int, renormalise: bool) -> t
 
 
 def norm_and_route(
-    x_TD: jax.Array, norm_D: jax.Array, eps: float, router_DE: jax.Array, k: int, renormalise: bool
+    x_TD: jax.Array,
+    norm_D: jax.Array,
+    eps: float,
+    router_DE: jax.Array,
+    k: int,
+    renormalise: bool,
+    first_T: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Args and result: see ``pallas_kernels.routing.api.norm_and_route``."""
     m_TD = rms_norm(x_TD, norm_D, eps)
-    return m_TD, *route(m_TD, router_DE, k, renormalise)
+    weights_TK, ids_TK = route(m_TD, router_DE, k, renormalise)
+    return m_TD, weights_TK, ids_TK if first_T is None else ids_TK + first_T[:, None]
 
 
 def norm_route_and_gate(
@@ -33,9 +40,10 @@ def norm_route_and_gate(
     renormalise: bool,
     shared: tuple[jax.Array, jax.Array, jax.Array],
     activation: str,
+    first_T: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Args and result: see ``pallas_kernels.routing.api.norm_route_and_gate``."""
     gate_DF, up_DF, shared_gate_D = shared
-    m_TD, weights_TK, ids_TK = norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise)
+    m_TD, weights_TK, ids_TK = norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise, first_T)
     factor_T1 = jax.nn.sigmoid(matmul(m_TD, shared_gate_D[:, None]))
     return m_TD, weights_TK, ids_TK, gated(m_TD, gate_DF, up_DF, activation, None, 0.0), factor_T1

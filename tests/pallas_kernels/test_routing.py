@@ -53,9 +53,10 @@ def test_norm_and_route_equals_the_definition(
     dtype, tokens, columns, experts, k, renormalise, interpret, relative_error
 ):
     x, norm, eps, router = inputs(tokens, columns, experts, dtype)
-    out = pallas_triton.norm_and_route(x, norm, eps, router, k, renormalise, interpret=interpret)
-    assert agree(out, reference.norm_and_route(x, norm, eps, router, k, renormalise), dtype, relative_error)
-    swapped = reference.norm_and_route(x, norm, eps, router[:, ::-1], k, renormalise)  # negative control
+    first = 100 * jnp.arange(tokens, dtype=jnp.int32)
+    out = pallas_triton.norm_and_route(x, norm, eps, router, k, renormalise, first, interpret=interpret)
+    assert agree(out, reference.norm_and_route(x, norm, eps, router, k, renormalise, first), dtype, relative_error)
+    swapped = reference.norm_and_route(x, norm, eps, router[:, ::-1], k, renormalise, first)  # negative control
     assert not agree(out, swapped, dtype, relative_error)
 
 
@@ -70,8 +71,9 @@ def test_norm_route_and_gate_equals_the_definition(
     x, norm, eps, router = inputs(tokens, columns, experts, dtype)
     shared = [(w / columns**0.5).astype(dtype) for w in draw(1, (columns, width), (columns, width), (columns,))]
     args = x, norm, eps, router, k, True
-    out = pallas_triton.norm_route_and_gate(*args, shared, "silu", cut=CUT, interpret=interpret)
-    ref = reference.norm_route_and_gate(*args, shared, "silu")
+    first = 7 - jnp.arange(tokens, dtype=jnp.int32)
+    out = pallas_triton.norm_route_and_gate(*args, shared, "silu", first, cut=CUT, interpret=interpret)
+    ref = reference.norm_route_and_gate(*args, shared, "silu", first)
     assert agree(out[:3], ref[:3], dtype, relative_error)
     assert relative_error(out[3], ref[3]) < TOLERANCE[dtype]
     assert relative_error(out[4], ref[4]) < TOLERANCE[dtype]
