@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -183,7 +184,9 @@ class Draft:
             sync(self._checkpoint / name)
         manifest_text = to_json(manifest)
         paths = [path for path in self._checkpoint.rglob("*") if path.is_file()]
-        checksums = {path.relative_to(self._checkpoint).as_posix(): sha256_of(path) for path in paths}
+        with ThreadPoolExecutor() as pool:
+            digests = pool.map(sha256_of, paths)
+            checksums = {path.relative_to(self._checkpoint).as_posix(): digest for path, digest in zip(paths, digests)}
         checksums[MANIFEST] = hashlib.sha256(manifest_text.encode()).hexdigest()
         _write(self._checkpoint / FILES, "".join(f"{checksums[name]}  {name}\n" for name in sorted(checksums)))
         _write(self._checkpoint / MANIFEST, manifest_text)
