@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.evaluate.perplexity import Progress, silent
+from pagedweight_jax.evaluate.perplexity import TokenProgress, silent
 from pagedweight_jax.models import transformer
 from pagedweight_jax.models.weights import Weights, without_experts
 
@@ -37,7 +37,7 @@ def _window_hidden(weights: Weights, tokens_T: jax.Array) -> jax.Array:
     return transformer.dense_hidden(weights, tokens_T)[:-1].astype(jnp.float32)
 
 
-def reference(weights: Weights, windows: np.ndarray, progress: Progress = silent) -> Reference:
+def reference(weights: Weights, windows: np.ndarray, progress: TokenProgress = silent) -> Reference:
     """Returns what unquantized ``weights`` predict on the windows, int32 [windows, tokens], run one at a time.
 
     Args:

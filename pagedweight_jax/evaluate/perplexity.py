@@ -17,12 +17,12 @@ from pagedweight_jax.errors import UserError
 from pagedweight_jax.models import transformer
 from pagedweight_jax.models.weights import Weights
 
-Progress = Callable[[int, int], None]
+TokenProgress = Callable[[int, int], None]
 """Called with tokens scored and tokens in all."""
 
 
 def silent(done: int, total: int) -> None:
-    """The ``Progress`` of who does not want to know."""
+    """The ``TokenProgress`` of who does not want to know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def _window_logprobs(weights: Weights, tokens_T: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logp_TV, tokens_T[1:, None], axis=-1)[:, 0]
 
 
-def score_dense(weights: Weights, windows: np.ndarray, progress: Progress = silent) -> np.ndarray:
+def score_dense(weights: Weights, windows: np.ndarray, progress: TokenProgress = silent) -> np.ndarray:
     """Returns float32 [windows, tokens - 1], the windows' log-probabilities under unquantized weights, one at a time.
 
     Args:
@@ -114,7 +114,7 @@ class Server(Protocol):
     def step(self) -> list: ...
 
 
-def score_served(engine: Server, windows: np.ndarray, progress: Progress = silent) -> list[list[float]]:
+def score_served(engine: Server, windows: np.ndarray, progress: TokenProgress = silent) -> list[list[float]]:
     """Returns the windows' log-probabilities, [windows][tokens - 1], from scoring requests to an engine.
 
     All windows are queued at once, so as many run together as the engine has rows and memory: a dynamic engine scores

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagedweight_jax.evaluate.divergence import Reference, divergence
-from pagedweight_jax.evaluate.perplexity import Perplexity, Progress, perplexity, silent
+from pagedweight_jax.evaluate.perplexity import Perplexity, TokenProgress, perplexity, silent
 from pagedweight_jax.evaluate.schedule import Schedule, boundary_of
 from pagedweight_jax.paging.table import IN_TRANSFER
 
@@ -54,7 +54,7 @@ class Score:
 
 
 def score_under_pressure(
-    engine, windows: np.ndarray, reference: Reference | None = None, progress: Progress = silent
+    engine, windows: np.ndarray, reference: Reference | None = None, progress: TokenProgress = silent
 ) -> Score:
     """Returns the score of ``windows``, int32 [windows, tokens].
 
