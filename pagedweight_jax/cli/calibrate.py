@@ -5,11 +5,10 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pagedweight_jax.cli.common import print_json, progress_bars
+from pagedweight_jax.cli.common import print_json, progress_bars, titled_table
 
 
 def add_verbs(verbs) -> None:
@@ -112,7 +111,7 @@ def print_policy(summary: dict, path: Path) -> None:
 
 def foresight_table(foresight: dict) -> Table:
     """Returns what it costs to lower blocks by what is known, a line for each kind of knowledge."""
-    table = _table(f"Damage to what follows {foresight['tokens_before']} tokens, relative to g alone")
+    table = titled_table(f"Damage to what follows {foresight['tokens_before']} tokens, relative to g alone")
     table.add_column("blocks are lowered by", no_wrap=True)
     for share in foresight["shares"]:
         table.add_column(f"{share:.0%} freed", justify="right", no_wrap=True)
@@ -125,13 +124,9 @@ def foresight_table(foresight: dict) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-
-
 def fit_table(records: list[dict]) -> Table:
     """Returns one line a kind and one-bit reduction."""
-    table = _table("R² and rank correlation of the damage of single sequences, held out")
+    table = titled_table("R² and rank correlation of the damage of single sequences, held out")
     table.add_column("block", no_wrap=True)
     for heading in ("bits", "g alone", "and routing", "and prompt", "spread", "confidence"):
         table.add_column(heading, justify="right", no_wrap=True)

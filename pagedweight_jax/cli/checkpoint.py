@@ -8,11 +8,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pagedweight_jax.cli.common import print_json, progress_bars
+from pagedweight_jax.cli.common import print_json, progress_bars, titled_table
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.units import format_count, format_size, parse_size
 
@@ -228,13 +227,9 @@ def facts_table(summary: dict) -> Table:
     return table
 
 
-def _titled_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-
-
 def coverage_table(calibration: dict) -> Table:
     """Returns how many calibration tokens the experts of each layer saw."""
-    table = _titled_table("Calibration tokens per expert")
+    table = titled_table("Calibration tokens per expert")
     for heading in ("layer", "fewest", "median", "most", f"under {calibration['min_tokens']}"):
         table.add_column(heading, justify="right", no_wrap=True)
     for layer in calibration["layers"]:
@@ -247,7 +242,7 @@ def coverage_table(calibration: dict) -> Table:
 
 def widths_table(summary: dict) -> Table:
     """Returns the M table: what one linear-block of each kind, and all routed experts, take at each bitwidth."""
-    table = _titled_table("Device memory by bitwidth")
+    table = titled_table("Device memory by bitwidth")
     table.add_column("bits", justify="right", no_wrap=True, style="bold")
     for heading in (*summary["blocks"], "experts", "bits/w", "LUTs", "padding", "static"):
         table.add_column(heading, justify="right", no_wrap=True)

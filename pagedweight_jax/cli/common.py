@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every verb needs: progress bars and JSON."""
+"""What every verb needs: progress bars, tables and JSON."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 @contextmanager
@@ -30,3 +32,8 @@ def progress_bars() -> Iterator[tuple[Callable[[str, int, int], None], Callable[
 
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
+
+
+def titled_table(title: str) -> Table:
+    """Returns an empty table as all verbs print theirs."""
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
