@@ -250,7 +250,8 @@ def read_journal(journal: Path, subject: str) -> dict[str, Trial]:
             trial = Trial(policy=Policy(**fields), scores=tuple(row["scores"]))
             known[_key(row["what"], trial.policy)] = trial
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{journal}: not the journal of a policy search ({type(error).__name__}); delete it") from error
+        why = type(error).__name__
+        raise UserError(f"{journal}: not the journal of a policy search ({why}); name another file") from error
     if theirs != subject:
         raise UserError(f"{journal}: of a search on {theirs!r}, not on {subject!r}; delete it or name another")
     return known
