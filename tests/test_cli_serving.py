@@ -135,6 +135,7 @@ def test_evaluate_refuses_the_reference_of_another_model(run_cli, checkpoint, hf
         (["--window", 4096], "the text has 540 tokens, a window takes 4096"),
         (["--window", 520], "max_model_len 520 exceeds the model's context of 512 tokens"),
         (["--memory", "100KiB"], "a budget of 100 KiB is too small"),
+        (["--implementation", "triton"], "implementation triton cannot run: it needs an NVIDIA GPU, the device is cpu"),
     ],
 )
 def test_evaluate_refuses_in_one_line(run_cli, checkpoint, tmp_path, options, message):

@@ -34,8 +34,13 @@ def decoder_layer(
     attend: Attend,
     experts: Experts,
     implementation: str = "xla",
+    first_T: jax.Array | None = None,
 ) -> tuple[Carry, jax.Array]:
-    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype. Arguments as in ``forward``."""
+    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype.
+
+    Args: as of ``forward``, and
+      first_T: int32, added to the ids of each token's experts.
+    """
     which = {"implementation": implementation}
     with jax.named_scope("attention"):
         qkv = project_qkv(x_TD, w.attention, positions_T, config, norm_D=w.input_norm_D, **which)
@@ -54,6 +59,7 @@ def decoder_layer(
         with jax.named_scope("router"):
             m_TD, weights_TK, ids_TK = norm_and_route(x_TD, *routing, *top, **which)
         with jax.named_scope("experts"):
+            ids_TK = ids_TK if first_T is None else ids_TK + first_T[:, None]
             carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
         return carry, x_TD + y_TD.astype(x_TD.dtype)
     with jax.named_scope("router"):
@@ -62,6 +68,7 @@ def decoder_layer(
             x_TD, *routing, *top, shared, activation=config.hidden_act, **which
         )
     with jax.named_scope("experts"):
+        ids_TK = ids_TK if first_T is None else ids_TK + first_T[:, None]
         carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
     with jax.named_scope("shared_expert"):
         down_FD = w.mlp.shared.down_FD

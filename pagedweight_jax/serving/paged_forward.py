@@ -84,7 +84,7 @@ def paged_forward(
     which = {"implementation": implementation}
 
     @partial(jax.jit, static_argnames="window")
-    def run_layer(w: LayerWeights, x_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first, *, window):
+    def run_layer(w: LayerWeights, x_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first_T, *, window):
         """Returns (arena, hidden states, what the experts saw)."""
 
         def attend(carry, _, q_THM, k_TJM, v_TJM):
@@ -107,33 +107,35 @@ def paged_forward(
 
         def experts(carry, _, m_TD, ids_TK, weights_TK):
             arena_AW, _ = carry
-            num_blocks = config.num_experts if pages is None else pages.bits_EU.shape[0]
-            blocks_TK = jnp.where(there_T[:, None], ids_TK + first, num_blocks)
             if pages is None:
                 act = activation(config.hidden_act)
-                y_TD, h_square_TK = dense_experts(m_TD, blocks_TK, weights_TK, w.mlp.experts, act)
+                y_TD, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, act)
             else:
                 y_TD, h_square_TK = moe_ffn(
-                    arena_AW, pages, m_TD, blocks_TK, weights_TK, activation=config.hidden_act, **which
+                    arena_AW, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act, **which
                 )
             return (arena_AW, (ids_TK, weights_TK, m_TD, h_square_TK)), y_TD
 
         (arena_AW, seen), x_TD = decoder_layer(
-            config, 0, w, x_TD, None, (arena_AW, None), attend, experts, implementation
+            config, 0, w, x_TD, None, (arena_AW, None), attend, experts, implementation, first_T
         )
         return arena_AW, x_TD, seen
 
     merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS
     arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
+    firsts = []
     for layer, (w, table_RGF, window) in enumerate(zip(weights.layers, tables, config.windows, strict=True)):
-        pages, first = None, 0
+        pages, first, num_blocks = None, 0, config.num_experts
         if isinstance(w.mlp, MoEWeights) and w.mlp.experts is None:
             pages, first = weight_pages(state, sum(config.sparse_layers[:layer]), merged=merged)
+            num_blocks = pages.bits_EU.shape[0]
+        first_T = jnp.where(there_T, first, num_blocks)  # no expert's id for a token that is not there
         arena_AW, x_TD, of_layer = run_layer(
-            w, x_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, jnp.int32(first), window=window
+            w, x_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first_T, window=window
         )
         if of_layer is not None:
             seen.append(of_layer)
+            firsts.append(first)
     hidden_TD = rms_norm(x_TD, weights.norm_D, config.rms_norm_eps)
-    packed = pack_layers(seen, there_T, config.num_experts, implementation)
+    packed = pack_layers(seen, firsts, config.num_experts, implementation)
     return arena_AW, hidden_TD.reshape(num_rows, num_tokens, -1), packed

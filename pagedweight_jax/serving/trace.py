@@ -40,7 +40,7 @@ class ExpertTrace:
     @classmethod
     def of_layers(cls, layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]) -> "ExpertTrace":
         """Returns the trace of L layers' (ids_TK, weights_TK, m_TD, h_square_TK)."""
-        return cls.of_packed(pack_layers(layers, jnp.ones(layers[0][0].shape[0], bool), 0))
+        return cls.of_packed(pack_layers(layers, [0] * len(layers), 2**30))
 
     @classmethod
     def of_packed(cls, packed: jax.Array) -> "ExpertTrace":
@@ -51,7 +51,7 @@ class ExpertTrace:
 
 def pack_layers(
     layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]],
-    there_T: jax.Array,
+    firsts: Sequence[int],
     num_experts: int,
     implementation: str = "xla",
 ) -> jax.Array:
@@ -59,11 +59,11 @@ def pack_layers(
 
     Args:
       layers: what each layer's experts saw.
-      there_T: False for tokens that are not there, whose ids become ``num_experts``.
+      firsts: what each layer's ids begin at.
       num_experts: E.
       implementation: ``xla`` or ``triton``.
     """
-    return pack_trace(*zip(*layers), there_T, num_experts, implementation=implementation)
+    return pack_trace(*zip(*layers), firsts, num_experts, implementation=implementation)
 
 
 @jax.tree_util.register_dataclass

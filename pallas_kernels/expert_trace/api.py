@@ -20,7 +20,7 @@ def pack_trace(
     weights: Sequence[jax.Array],
     inputs: Sequence[jax.Array],
     h_squares: Sequence[jax.Array],
-    there_T: jax.Array,
+    firsts: Sequence[int],
     num_experts: int,
     *,
     implementation: str = "xla",
@@ -32,7 +32,7 @@ def pack_trace(
       weights: of each layer the routing weights, float32[T, K].
       inputs: of each layer the experts' inputs m, [T, D].
       h_squares: of each layer |h|^2, float32[T, K].
-      there_T: bool, False for tokens that are not there: their ids become ``num_experts``.
+      firsts: what each layer's ids begin at. Others than the E from there select nothing and become ``num_experts``.
       num_experts: E.
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
@@ -41,14 +41,15 @@ def pack_trace(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if not len(ids) == len(weights) == len(inputs) == len(h_squares):
-        raise ValueError(f"{len(ids)}, {len(weights)}, {len(inputs)} and {len(h_squares)} layers")
+    if not len(ids) == len(weights) == len(inputs) == len(h_squares) == len(firsts):
+        counts = ", ".join(str(len(values)) for values in (ids, weights, inputs, h_squares, firsts))
+        raise ValueError(f"ids, weights, inputs, squares and firsts of {counts} layers")
     run = reference.pack_trace
     if implementation == "triton":
         from pallas_kernels.expert_trace import pallas_triton  # JAX may be without Triton: ask only when it is wanted
 
         run = pallas_triton.pack_trace
-    return run(tuple(ids), tuple(weights), tuple(inputs), tuple(h_squares), there_T, num_experts)
+    return run(tuple(ids), tuple(weights), tuple(inputs), tuple(h_squares), tuple(firsts), num_experts)
 
 
 def unpack_trace(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

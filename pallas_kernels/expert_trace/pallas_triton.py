@@ -14,7 +14,7 @@ def pack_trace(
     weights: tuple[jax.Array, ...],
     inputs: tuple[jax.Array, ...],
     h_squares: tuple[jax.Array, ...],
-    there_T: jax.Array,
+    firsts: tuple[int, ...],
     num_experts: int,
     *,
     interpret: bool = False,
@@ -24,15 +24,15 @@ def pack_trace(
     width = inputs[0].shape[1]
 
     def kernel(*refs):
-        *refs, there, out = refs
+        *refs, out = refs
         layer, token = pl.program_id(0), pl.program_id(1)
         slot_K = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
         column_D = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
 
-        def pack(of_layer):
+        def pack(of_layer, first):
             ids_ref, *floats, m = of_layer
-            id_K = load(ids_ref.at[token, slot_K], mask=slot_K < k, other=jnp.int32(0))
-            id_K = jnp.where(there[token] != 0, id_K, num_experts)
+            id_K = load(ids_ref.at[token, slot_K], mask=slot_K < k, other=jnp.int32(0)) - first
+            id_K = jnp.where((id_K >= 0) & (id_K < num_experts), id_K, num_experts)
             store(out.at[token, layer, slot_K], id_K, mask=slot_K < k)
             for column, ref in enumerate(floats, 1):
                 x_K = load(ref.at[token, slot_K], mask=slot_K < k, other=0.0)
@@ -41,16 +41,16 @@ def pack_trace(
             m_D = load(m.at[token, column_D], mask=column_D < width, other=0.0).astype(jnp.float32)
             out[token, layer, 3 * k] = lax.bitcast_convert_type(jnp.sum(m_D * m_D), jnp.int32)
 
-        for one in range(num_layers):
-            pl.when(layer == one)(lambda of_layer=refs[one::num_layers]: pack(of_layer))
+        for one, first in enumerate(firsts):
+            pl.when(layer == one)(lambda of_layer=refs[one::num_layers], first=first: pack(of_layer, first))
 
     return pl.pallas_call(
         kernel,
         grid=(num_layers, num_tokens),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (4 * num_layers + 1),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (4 * num_layers),
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=jax.ShapeDtypeStruct((num_tokens, num_layers, 3 * k + 1), jnp.int32),
         compiler_params=CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="pack_trace",
-    )(*ids, *weights, *h_squares, *inputs, there_T.astype(jnp.int32))
+    )(*ids, *weights, *h_squares, *inputs)

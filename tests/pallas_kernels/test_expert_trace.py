@@ -14,24 +14,28 @@ E = 60
 
 
 def layers(num_tokens, k, width, dtype=jnp.float32, count=3):
-    """Returns (ids, weights, inputs, h_squares), a list of ``count`` layers each, and which tokens are there."""
+    """Returns (ids, weights, inputs, h_squares, firsts), a list of ``count`` layers each; some ids select nothing."""
     rng = np.random.default_rng(1)
-    ids = [jnp.asarray(rng.integers(0, E, (num_tokens, k)), jnp.int32) for _ in range(count)]
+    firsts = [layer * E for layer in range(count)]
+    ids = [jnp.asarray(first + rng.integers(0, E, (num_tokens, k)), jnp.int32) for first in firsts]
+    ids[1] = ids[1].at[0].add(count * E)
     weights, h_squares = ([jnp.asarray(rng.random((num_tokens, k)), jnp.float32) for _ in ids] for _ in range(2))
     inputs = [jnp.asarray(rng.standard_normal((num_tokens, width)), dtype) for _ in ids]
-    return (ids, weights, inputs, h_squares), jnp.asarray(rng.random(num_tokens) < 0.7)
+    return ids, weights, inputs, h_squares, firsts
 
 
 @pytest.mark.parametrize("pack", [reference.pack_trace, pallas_triton.pack_trace])
 @pytest.mark.parametrize(("num_tokens", "k", "width", "dtype"), [(5, 4, 96, jnp.float32), (1, 3, 64, jnp.bfloat16)])
 def test_every_number_comes_back(pack, num_tokens, k, width, dtype):
-    lists, there_T = layers(num_tokens, k, width, dtype)
+    *lists, firsts = layers(num_tokens, k, width, dtype)
     options = {"interpret": True} if pack is pallas_triton.pack_trace else {}
-    packed = pack(*map(tuple, lists), there_T, E, **options)
+    packed = pack(*map(tuple, lists), tuple(firsts), E, **options)
     assert packed.shape == (num_tokens, 3, 3 * k + 1)
     ids_TLK, weights_TLK, h_square_TLK, x_square_TL = unpack_trace(packed)
     ids, weights, inputs, h_squares = (np.stack(values, axis=1) for values in lists)
-    np.testing.assert_array_equal(ids_TLK, np.where(np.asarray(there_T)[:, None, None], ids, E))
+    assert (np.asarray(ids_TLK)[0, 1] == E).all()
+    ids[0, 1] = E + firsts[1]
+    np.testing.assert_array_equal(ids_TLK, ids - np.array(firsts)[:, None])
     np.testing.assert_array_equal(weights_TLK, weights)
     np.testing.assert_array_equal(h_square_TLK, h_squares)
     np.testing.assert_allclose(x_square_TL, np.square(inputs.astype(np.float64)).sum(axis=-1), rtol=1e-6)
@@ -39,27 +43,27 @@ def test_every_number_comes_back(pack, num_tokens, k, width, dtype):
 
 
 def test_lists_of_different_lengths_are_refused():
-    (ids, weights, inputs, h_squares), there_T = layers(2, 2, 32)
-    with pytest.raises(ValueError, match="3, 3, 2 and 3 layers"):
-        pack_trace(ids, weights, inputs[:2], h_squares, there_T, E)
+    ids, weights, inputs, h_squares, firsts = layers(2, 2, 32)
+    with pytest.raises(ValueError, match="of 3, 3, 2, 3, 3 layers"):
+        pack_trace(ids, weights, inputs[:2], h_squares, firsts, E)
     with pytest.raises(ValueError, match="'cuda' is not one of"):
-        pack_trace(ids, weights, inputs, h_squares, there_T, E, implementation="cuda")
+        pack_trace(ids, weights, inputs, h_squares, firsts, E, implementation="cuda")
 
 
 def test_it_is_one_launch_for_all_layers():
-    lists, there_T = layers(16, 4, 2048, jnp.bfloat16, count=24)
+    *lists, firsts = layers(16, 4, 2048, jnp.bfloat16, count=24)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        run = jax.jit(lambda *args: pack_trace(*args, E, implementation="triton"))
-        text = run.trace(*lists, there_T).lower(lowering_platforms=("cuda",)).as_text()
+        run = jax.jit(lambda *args: pack_trace(*args, firsts, E, implementation="triton"))
+        text = run.trace(*lists).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count('name = "pack_trace"') == 1
 
 
 @pytest.mark.gpu
 def test_the_compiled_kernel_packs_what_the_definition_does():
-    lists, there_T = layers(16, 4, 2048, jnp.bfloat16, count=24)
+    *lists, firsts = layers(16, 4, 2048, jnp.bfloat16, count=24)
     packed, expected = (
-        jax.jit(lambda *args, name=name: pack_trace(*args, E, implementation=name))(*lists, there_T)
+        jax.jit(lambda *args, name=name: pack_trace(*args, firsts, E, implementation=name))(*lists)
         for name in ("triton", "xla")
     )
     np.testing.assert_array_equal(packed[..., :12], expected[..., :12])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps run on: the choice, and whole steps on the kernels, interpreted and lowered for CUDA on any machine."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from pagedweight_jax.serving.implementation import choose_implementation
 from pagedweight_jax.serving.state import init_state, make_geometry
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.dense import pallas_triton as dense
+from pallas_kernels.expert_trace import pallas_triton as expert_trace
 from pallas_kernels.frames import pallas_triton as frames
 from pallas_kernels.moe_ffn import pallas_triton as moe_ffn
 from pallas_kernels.paged_attention import pallas_triton as paged_attention
@@ -27,6 +29,7 @@ from pallas_kernels.routing import pallas_triton as routing
 
 KERNELS = {
     dense: ("project", "project_add", "gated", "logits"),
+    expert_trace: ("pack_trace",),
     frames: ("scatter_frames",),
     moe_ffn: ("moe_ffn",),
     paged_attention: ("paged_attention", "rotate_and_write_kv"),
@@ -95,33 +98,28 @@ def jitted(step, implementation):
     return jax.jit(body, static_argnames=("num_steps",) if step is steps.decode_loop else ())
 
 
-def run_whole(tiny, stepping, implementation, bits):
-    """Returns (log-probabilities of a scored chunk, tokens of a row that goes on and of one that begins, sums)."""
-    score, decode = (jitted(step, implementation) for step in (steps.score_step, steps.decode_loop))
-    rng = np.random.default_rng(5)
-    state = stepping.state(bits)
-    chunk, targets = rng.integers(0, 128, (2, stepping.chunk)).astype(np.int32)
-    state, logprobs_T, _, sums = score(tiny.dense, state, np.int32(1), chunk, targets, np.int32(13))
+def decode(tiny, stepping, implementation, bits):
+    """Returns (tokens of a row that goes on, of one that begins and of one that is not there, the rows' sums)."""
+    state, _ = stepping.prefill(tiny.dense, stepping.start(stepping.state(bits), 1), 1, list(range(13)), budget=9)
     state = state.replace(
         lengths_B=jnp.array([0, 13, 0]), last_tokens_B=jnp.array([5, 9, 0]), remaining_B=jnp.array([2, 9, 0])
     )
-    state, tokens_NB, decode_sums = decode(tiny.dense, state, num_steps=4)
-    return np.asarray(logprobs_T)[:13], np.asarray(tokens_NB), (sums, decode_sums)
+    _, tokens_NB, sums = jitted(steps.decode_loop, implementation)(tiny.dense, state, num_steps=4)
+    return np.asarray(tokens_NB), sums
 
 
-def test_whole_steps_on_the_kernels_give_what_xla_gives(tiny, stepping, interpreted, relative_error):
+def test_whole_steps_on_the_kernels_give_what_xla_gives(tiny, stepping, interpreted):
     bits = stepping.random_bits(4)
-    logprobs_T, tokens, sums = run_whole(tiny, stepping, "triton", bits)
+    tokens, sums = decode(tiny, stepping, "triton", bits)
     assert interpreted >= {"project", "project_add", "logits", "moe_ffn", "paged_attention", "rotate_and_write_kv"}
     interpreted.clear()
-    expected_T, expected_tokens, expected_sums = run_whole(tiny, stepping, "xla", bits)
+    expected_tokens, expected_sums = decode(tiny, stepping, "xla", bits)
     assert not interpreted
-    assert (expected_tokens >= 0).tolist() == [[True, True, False]] * 2 + [[False, True, False]] * 2
-    assert relative_error(logprobs_T, expected_T) < 1e-5
     np.testing.assert_array_equal(tokens, expected_tokens)
+    assert (tokens >= 0).tolist() == [[True, True, False]] * 2 + [[False, True, False]] * 2
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), sums, expected_sums)
-    other_T, *_ = run_whole(tiny, stepping, "xla", np.roll(bits, 1, axis=1))
-    assert relative_error(logprobs_T, other_T) > 1e-3
+    _, other = decode(tiny, stepping, "xla", np.roll(bits, 1, axis=1))
+    assert not np.allclose(sums.norm_LEU, other.norm_LEU, rtol=1e-2)
 
 
 def test_pages_land_through_the_kernel_as_they_do_through_xla(tiny, interpreted):
@@ -181,8 +179,7 @@ def test_whole_steps_of_a_full_size_model_lower_to_triton(tiny_config):
             with cuda_device():
                 traced = step.trace(weights, state, *args, implementation=implementation)
                 text = traced.lower(lowering_platforms=("cuda",)).as_text()
-            names = ["rotate_and_write_kv", "attend"]
-            if step is steps.decode_loop:
-                names += ["project", "norm_route_and_gate", "gate_up", "down"]
-            for name in names:
-                assert (f'name = "{name}"' in text) == (implementation == "triton")
+            kernels = set(re.findall(r'name = "(\w+)"', text))
+            expected = {"rotate_and_write_kv", "attend", "pack_trace"}
+            expected |= {"project", "gate_up", "down", "logits"} if step is steps.decode_loop else {"grouped_down"}
+            assert kernels >= expected if implementation == "triton" else not kernels & expected
