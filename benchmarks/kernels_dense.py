@@ -131,20 +131,30 @@ OPS = [
         chained=True,
     ),
     Op(
-        name="norm + qkv",
-        call=project,
-        weights=((D, N),) * 3,
+        name="norm + route + gate, up",
+        call=route_and_gate,
+        weights=SHARED,
         width=D,
-        others=lambda T: (NORM, *BIASES),
+        others=lambda T: (NORM,),
+        cuts="64,64,1,2,4 32,64,1,2,5 64,64,1,4,4 32,128,1,2,3",
     ),
     Op(
-        name="qkv",
-        call=project_bare,
-        weights=((D, N),) * 3,
-        width=D,
-        others=lambda T: BIASES,
-        cuts="32,128,1,2,5 32,128,1,1,5 32,64,1,1,8 64,64,1,2,6 64,128,1,2,4 32,256,1,2,4 64,64,1,1,6 32,128,1,2,7",
+        name="down + sum",
+        call=project_add,
+        weights=((F, D),),
+        width=F,
+        others=lambda T: (((T, D), BF16), ((T, 1), F32), ((T, D), F32)),
+        cuts="16,256,2,1,5 16,512,1,2,5 32,256,1,2,6 32,512,1,2,4",
     ),
+    Op(
+        name="head",
+        call=partial(logits, False),
+        weights=((D, V),),
+        width=D,
+        sets=2,
+        cuts="128,128,1,4,3 64,64,1,1,6 32,128,1,2,5",
+    ),
+    Op(name="norm + route", call=route, weights=((D, E),), width=D, others=lambda T: (NORM,)),
     Op(
         name="o + residual",
         call=project_add,
@@ -153,57 +163,24 @@ OPS = [
         others=lambda T: (((T, D), BF16),),
         sets=16,
         turns=3,
-        cuts="16,512,1,2,5 16,256,1,1,6 16,256,2,1,5 16,512,1,1,5 32,512,1,2,4 32,256,1,2,6 "
-        "64,128,1,2,4,8 64,64,1,1,5,8 32,128,1,1,5,4 64,64,1,2,5,4",
+        cuts="32,512,1,2,4 16,512,1,2,5",
     ),
+    Op(name="norm + qkv", call=project, weights=((D, N),) * 3, width=D, others=lambda T: (NORM, *BIASES)),
     Op(
-        name="norm + route + gate, up",
-        call=route_and_gate,
-        weights=SHARED,
+        name="qkv",
+        call=project_bare,
+        weights=((D, N),) * 3,
         width=D,
-        others=lambda T: (NORM,),
-        cuts="64,64,1,4,4 32,128,1,2,4 64,64,1,2,4 32,64,1,1,6 32,64,1,2,6",
+        others=lambda T: BIASES,
+        cuts="32,128,1,2,6 64,128,1,2,5",
     ),
-    Op(
-        name="gate, up",
-        call=gated,
-        weights=SHARED[:2],
-        width=D,
-        cuts="64,64,1,4,4 32,64,1,2,6 32,128,1,2,4 64,64,1,2,4 32,64,1,1,6 32,128,1,1,3 64,128,1,2,3 128,64,1,4,3",
-    ),
-    Op(
-        name="down + sum",
-        call=project_add,
-        weights=((F, D),),
-        width=F,
-        others=lambda T: (((T, D), BF16), ((T, 1), F32), ((T, D), F32)),
-        cuts="16,512,1,1,4 16,256,2,1,5 16,512,1,2,5 16,256,1,1,8 32,256,1,2,6 64,64,1,2,5,8 "
-        "64,128,1,2,4,4 32,128,1,1,5,4",
-    ),
-    Op(name="norm + route", call=route, weights=((D, E),), width=D, others=lambda T: (NORM,)),
-    Op(
-        name="head",
-        call=partial(logits, False),
-        weights=((D, V),),
-        width=D,
-        sets=2,
-        turns=6,
-        cuts="128,64,1,4,4 128,128,1,4,3 64,64,1,1,6 128,64,1,2,4",
-    ),
-    Op(
-        name="tied head",
-        call=partial(logits, True),
-        weights=((V, D),),
-        width=D,
-        sets=2,
-        turns=6,
-        cuts="64,256,1,8,3 32,256,1,4,3 64,128,1,2,4",
-    ),
+    Op(name="gate, up", call=gated, weights=SHARED[:2], width=D, cuts="32,64,1,2,8 32,128,1,2,5"),
+    Op(name="tied head", call=partial(logits, True), weights=((V, D),), width=D, sets=2, cuts="32,256,1,4,3"),
 ]
 
 
 def parse_cut(text: str) -> Cut:
-    names = "columns", "depth", "ways", "num_warps", "num_stages", "splits"
+    names = "columns", "depth", "ways", "num_warps", "num_stages"
     return Cut(**dict(zip(names, map(int, text.split(",")))))
 
 

@@ -22,7 +22,7 @@ FULL_DEVICE = 128
 """Programs that keep an H200 of 132 SMs busy."""
 
 TILE_BYTES = 8192
-"""Of a matrix in a step: three in flight for one program an SM are what its share of the memory's latency takes."""
+"""Of the matrices in a step, but for the widest blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,6 @@ class Cut:
       depth: rows of the matrix in a step, a power of two, at least 16.
       ways: stretches of the contraction that a program sums side by side, then in a tree; they make the chain of
         dependent instructions shorter. Taken as 1 where they do not divide the contraction.
-      splits: programs that share a contraction; a second kernel adds what they found, in their order. Taken as 1 where
-        they do not divide the contraction into whole steps.
       num_warps, num_stages: a power of two, and the depth of the pipeline of loads; one step less is in flight.
     """
 
@@ -44,15 +42,21 @@ class Cut:
     ways: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    splits: int = 1
 
 
-def choose_cut(num_columns: int, operand) -> Cut:
-    """Returns the cut of matrices of ``num_columns`` in all: as wide as still gives every SM a program."""
-    fitting = [columns for columns in (128, 64, 32) if num_columns >= columns * FULL_DEVICE]
-    columns = fitting[0] if fitting else 16
-    depth = min(256, max(64, TILE_BYTES // (columns * jnp.dtype(operand).itemsize)))
-    return Cut(columns=columns, depth=depth)
+def choose_cut(num_columns: int, operand, num_matrices: int = 1) -> Cut:
+    """Returns the cut of ``num_columns`` in all, for programs that multiply with ``num_matrices`` at once.
+
+    As measured on an H200 (``benchmarks/kernels_dense.py --sweep``): columns as wide as still gives every SM a program,
+    and few warps, each of which reads all of x from shared memory. Float32 has no tensor cores: more threads add.
+    """
+    itemsize = jnp.dtype(operand).itemsize
+    if num_columns >= 128 * FULL_DEVICE:
+        return Cut(columns=128, depth=128 // itemsize, num_warps=4, num_stages=4)
+    columns, num_warps = (32, 2) if num_columns >= 32 * FULL_DEVICE else (16, 1)
+    num_warps = 4 if itemsize == 4 else num_warps
+    depth = TILE_BYTES // (columns * itemsize * num_matrices)
+    return Cut(columns=columns, depth=depth, num_warps=num_warps, num_stages=6 if columns * num_matrices != 32 else 5)
 
 
 def operand_dtype(*arrays):
@@ -87,14 +91,14 @@ def _read(ref, row, column, limits):
     return load(ref.at[row, column], mask=mask, other=0.0)
 
 
-def tree_sum(parts: list) -> jax.Array:
+def _tree_sum(parts: list) -> jax.Array:
     """Returns the sum of arrays, neighbours first."""
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + parts[len(parts) // 2 * 2 :]
     return parts[0]
 
 
-def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total: int | None = None, transposed=False):
+def multiply(x, weights, column_N: jax.Array, cut: Cut, *, transposed: bool = False):
     """Returns ``x @ w`` for each matrix, float32[R, N].
 
     Args:
@@ -102,11 +106,9 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total:
       weights: references to matrices [C, N] of one shape, or [N, C] where ``transposed``.
       column_N: the block's columns.
       cut: how programs are cut.
-      start, depth_total: the stretch of the contraction, a multiple of ``cut.depth`` if it is not all of it.
       transposed: how the matrices lie.
     """
-    num_tokens, end = x.shape
-    depth_total = end if depth_total is None else depth_total
+    num_tokens, depth_total = x.shape
     num_columns = weights[0].shape[0 if transposed else 1]
     depth, operand = cut.depth, operand_dtype(x, *weights)
     ways = cut.ways if depth_total % (cut.ways * depth) == 0 else 1
@@ -117,7 +119,7 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total:
         """Conditions that the shapes do not make superfluous."""
         found = [(row, num_tokens)] if row is not None and num_tokens != ROWS else []
         found += [(column, num_columns)] if column is not None and num_columns % cut.columns else []
-        return found + ([(c, end)] if depth_total % depth else [])
+        return found + ([(c, depth_total)] if depth_total % depth else [])
 
     def read_w(w, c_C):
         if transposed:
@@ -127,11 +129,11 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, start=0, depth_total:
     def step(i, sums):
         sums = [list(parts) for parts in sums]
         for way in range(ways):
-            c_C = start + (way * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
+            c_C = (way * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
             x_RC = _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None])).astype(operand)
             for w, parts in zip(weights, sums, strict=True):
                 parts[way] += dot(x_RC, read_w(w, c_C).astype(operand))
         return sums
 
     sums = [[jnp.zeros((ROWS, cut.columns), jnp.float32)] * ways for _ in weights]
-    return [tree_sum(parts) for parts in lax.fori_loop(0, steps, step, sums)]
+    return [_tree_sum(parts) for parts in lax.fori_loop(0, steps, step, sums)]

@@ -21,7 +21,6 @@ from pallas_kernels.dense.columns import (
     choose_cut,
     multiply,
     operand_dtype,
-    tree_sum,
 )
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
 
@@ -131,58 +130,28 @@ def project_add(
         h, *others = pad_rows(h_TC, residual_TD, factor_T1, addend_TD)
         return reference.project_add(h, w_CD, *others)[: len(h_TC)]
     cut = cut or choose_cut(w_CD.shape[1], operand_dtype(h_TC, w_CD))
-    programs, depth = pl.cdiv(w_CD.shape[1], cut.columns), w_CD.shape[0]
-    splits = cut.splits if depth % (cut.splits * cut.depth) == 0 else 1
-    optional = {"factor": factor_T1, "addend": addend_TD}
-    names = [name for name, array in optional.items() if array is not None]
-    present = [optional[name] for name in names]
+    present = [array for array in (factor_T1, addend_TD) if array is not None]
+
+    def kernel(h, w, residual, *refs):
+        *refs, out = refs
+        column_N = block_columns(pl.program_id(0), cut)
+        at, mask = block_place(out.shape, column_N)
+        row_R1 = at[0]
+        # Ahead of the loop, so that nothing waits for them behind the loop.
+        residual_RN = load(residual.at[at], mask=mask, other=0.0)
+        addend_RN = None if addend_TD is None else load(refs[-1].at[at], mask=mask, other=0.0)
+        if factor_T1 is not None:
+            factor_R1 = load(refs[0].at[row_R1, jnp.zeros_like(row_R1)], mask=row_R1 < out.shape[0], other=0.0)
+        (y_RN,) = multiply(h, [w], column_N, cut)
+        if factor_T1 is not None:
+            y_RN = factor_R1 * y_RN
+        if addend_TD is not None:
+            y_RN = addend_RN + y_RN
+        store(out.at[at], residual_RN + y_RN.astype(out.dtype), mask=mask)
+
     out_shape = jax.ShapeDtypeStruct(residual_TD.shape, residual_TD.dtype)
-
-    def finish(column_N, refs, out, product):
-        """Reads what is added ahead of ``product``, whose loop then hides the wait, and writes a block."""
-        at, mask = block_place(out.shape, column_N)
-        row_R1, refs = at[0], dict(zip(("residual", *names), refs, strict=True))
-        found = {name: load(refs[name].at[at], mask=mask, other=0.0) for name in refs if name != "factor"}
-        if "factor" in names:
-            place = row_R1, jnp.zeros_like(row_R1)
-            found["factor"] = load(refs["factor"].at[place], mask=row_R1 < out.shape[0], other=0.0)
-        y_RN = product()
-        if "factor" in names:
-            y_RN = found["factor"] * y_RN
-        if "addend" in names:
-            y_RN = found["addend"] + y_RN
-        store(out.at[at], found["residual"] + y_RN.astype(out.dtype), mask=mask)
-
-    def project_add(h, w, *refs):
-        *refs, out = refs
-        column_N = block_columns(pl.program_id(0), cut)
-        finish(column_N, refs, out, lambda: multiply(h, [w], column_N, cut)[0])
-
-    if splits == 1:
-        return launch(
-            project_add, "project_add", programs, out_shape, cut, interpret, h_TC, w_CD, residual_TD, *present
-        )
-
-    def project_part(h, w, out):
-        split, block = pl.program_id(0) // programs, pl.program_id(0) % programs
-        column_N = block_columns(block, cut)
-        at, mask = block_place(out.shape[1:], column_N)
-        (y_RN,) = multiply(h, [w], column_N, cut, start=split * (depth // splits), depth_total=depth // splits)
-        store(out.at[(split, *at)], y_RN, mask=mask)
-
-    def add_parts(parts, *refs):
-        *refs, out = refs
-        column_N = block_columns(pl.program_id(0), cut)
-        at, mask = block_place(out.shape, column_N)
-
-        def total():
-            return tree_sum([load(parts.at[(split, *at)], mask=mask, other=0.0) for split in range(splits)])
-
-        finish(column_N, refs, out, total)
-
-    parts_shape = jax.ShapeDtypeStruct((splits, *residual_TD.shape), jnp.float32)
-    parts = launch(project_part, "project_part", splits * programs, parts_shape, cut, interpret, h_TC, w_CD)
-    return launch(add_parts, "add_parts", programs, out_shape, cut, interpret, parts, residual_TD, *present)
+    programs = pl.cdiv(w_CD.shape[1], cut.columns)
+    return launch(kernel, "project_add", programs, out_shape, cut, interpret, h_TC, w_CD, residual_TD, *present)
 
 
 def gate_columns(block, m, gate, up, out, activation: str, cut: Cut) -> None:
@@ -209,7 +178,7 @@ def gated(
     if num_tokens > ROWS:
         (padded,) = pad_rows(x_TD)
         return reference.gated(padded, gate_DF, up_DF, activation, norm_D, eps)[:num_tokens]
-    cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF))
+    cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF), 2)
     if norm_D is not None:
         x_TD = rms_norm(x_TD, norm_D, eps, interpret=interpret)
 

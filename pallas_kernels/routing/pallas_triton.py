@@ -19,8 +19,8 @@ from pallas_kernels.routing import reference
 MAX_TOKENS = 64
 """More rows than that fill the device with XLA's kernels, too."""
 
-TILE_BYTES = 16384
-"""Of the router in a step: five in flight fit in an SM's shared memory."""
+TILE_BYTES = 8192
+"""Of the router in a step: its pipeline takes no more shared memory than that of the shared expert's programs."""
 
 
 def choose(logits_RE: jax.Array, k: int, renormalise: bool) -> list[tuple[jax.Array, jax.Array]]:
@@ -59,28 +59,28 @@ def route_rows(block, ins, outs, k: int, renormalise: bool) -> None:
     there_R1 = (row_R < num_tokens)[:, None]
     expert_1E = jnp.arange(padded_experts, dtype=jnp.int32)[None]
 
-    def add_products(i, carry):
-        logits_RE, gate_RC = carry
+    def add_products(i, sums):
         c_C = i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside_C = c_C < num_columns
-        m_RC = load(m.at[row_R[:, None], c_C[None]], mask=there_R1 & inside_C[None], other=0.0)
+        m_RC = load(m.at[row_R[:, None], c_C[None]], mask=there_R1 & inside_C[None], other=0.0).astype(operand)
         inside_CE = inside_C[:, None] & (expert_1E < num_experts)
-        router_CE = load(router.at[c_C[:, None], expert_1E], mask=inside_CE, other=0.0)
-        logits_RE += dot(m_RC.astype(operand), router_CE.astype(operand))
-        if shared_gate is not None:
-            gate_1C = load(shared_gate.at[c_C], mask=inside_C, other=0.0).astype(jnp.float32)[None]
-            gate_RC += m_RC.astype(jnp.float32) * gate_1C
-        return logits_RE, gate_RC
+        router_CE = load(router.at[c_C[:, None], expert_1E], mask=inside_CE, other=0.0).astype(operand)
+        products = [dot(m_RC, router_CE)]
+        if shared_gate is not None:  # as a matrix of equal rows: loads of whatever is multiplied are pipelined
+            c_RC, inside_RC = (jnp.broadcast_to(x_C[None], m_RC.shape) for x_C in (c_C, inside_C))
+            gate_RC = load(shared_gate.at[c_RC], mask=inside_RC, other=0.0).astype(operand)
+            products.append(dot(m_RC, gate_RC.T))
+        return [total + product for total, product in zip(sums, products, strict=True)]
 
-    logits_RE = jnp.zeros((ROWS, padded_experts), jnp.float32)
-    gate_RC = None if shared_gate is None else jnp.zeros((ROWS, depth), jnp.float32)
-    logits_RE, gate_RC = lax.fori_loop(0, pl.cdiv(num_columns, depth), add_products, (logits_RE, gate_RC))
+    widths = [padded_experts] if shared_gate is None else [padded_experts, ROWS]
+    zeros = [jnp.zeros((ROWS, width), jnp.float32) for width in widths]
+    logits_RE, *gates = lax.fori_loop(0, pl.cdiv(num_columns, depth), add_products, zeros)
     logits_RE = jnp.where(expert_1E < num_experts, logits_RE, -jnp.inf)
     for j, (weight_R, id_R) in enumerate(choose(logits_RE, k, renormalise)):
         store(weights.at[row_R, j], weight_R, mask=row_R < num_tokens)
         store(ids.at[row_R, j], id_R + first_R, mask=row_R < num_tokens)
-    if shared_gate is not None:
-        store(factor.at[row_R, 0], jax.nn.sigmoid(jnp.sum(gate_RC, axis=1)), mask=row_R < num_tokens)
+    for gate_RR in gates:  # equal columns
+        store(factor.at[row_R, 0], jax.nn.sigmoid(jnp.max(gate_RR, axis=1)), mask=row_R < num_tokens)
 
 
 def _out_shapes(num_tokens: int, k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -153,7 +153,7 @@ def norm_route_and_gate(
         h_TF = gated(m_TD, gate_DF, up_DF, activation, None, 0.0)
         weights_TK, ids_TK, factor_T1 = _route(m_TD, router_DE, shared_gate_D, first_T, k, renormalise, interpret)
         return m_TD, weights_TK, ids_TK, h_TF, factor_T1
-    cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF))
+    cut = cut or choose_cut(width, operand_dtype(x_TD, gate_DF), 2)
 
     def kernel(m, router, gate, up, shared_gate, *refs):
         refs, program = list(refs), pl.program_id(0)

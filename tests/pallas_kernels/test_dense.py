@@ -16,7 +16,7 @@ from pallas_kernels.dense.columns import Cut
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 EPS = 1e-6
-CUTS = [Cut(columns=32, depth=32), Cut(columns=16, depth=16, ways=3, num_warps=2, num_stages=3, splits=2)]
+CUTS = [Cut(columns=32, depth=32), Cut(columns=16, depth=16, ways=3, num_warps=2, num_stages=3)]
 
 
 def draw(seed, *shapes, dtype="float32", scale=1.0):
