@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pagedweight_jax.cli import calibrate, checkpoint, demo, serving
+from pagedweight_jax.cli import calibrate, checkpoint, demo, selftest, serving
 from pagedweight_jax.errors import UserError
 
 
@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_verbs(verbs)
     serving.add_verbs(verbs)
     demo.add_verbs(verbs)
+    selftest.add_verbs(verbs)
     return parser
 
 

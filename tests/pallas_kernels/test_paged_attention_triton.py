@@ -12,15 +12,14 @@ import pytest
 
 from pallas_kernels.paged_attention import api, pallas_triton, reference
 from pallas_kernels.paged_attention.arg_specs import SPECS, abstract_args
+from pallas_kernels.paged_attention.cases import TOLERANCE, random_cache
 from pallas_kernels.paged_attention.layout import KVLayout, from_words
 from pallas_kernels.paged_attention.pallas_triton_attend import Config
 
-POISON = 0xFFFFFFFF  # NaN in every dtype
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 M, SCALE = 16, 0.3
 DECODE = Config(rows=16, tile_tokens=32, split_tokens=256)
 LAST = [255, 256, 0, -1, 319]  # both sides of a split's border, one token, a row that is not in use
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def relative_error(out, ref):
@@ -30,31 +29,6 @@ def relative_error(out, ref):
 
 def worst_row(out, ref):
     return max(relative_error(o, r) for o, r in zip(out, ref, strict=True) if np.any(np.asarray(r)))
-
-
-write = jax.jit(reference.write_kv, static_argnames="layout")
-
-
-def cache(layout, last, first=None, seed=0):
-    """Returns (arena, table_BGF): rows with keys first .. last in frames in random order; all else is poison.
-
-    Blocks without such keys have no frames: their entries are A.
-    """
-    rng = np.random.default_rng(seed)
-    first = [0] * len(last) if first is None else first
-    num_blocks = -(-320 // layout.block_tokens)
-    num_frames = len(last) * num_blocks * layout.layer_frames + 3
-    table = rng.permutation(num_frames)[: num_frames - 3].reshape(len(last), num_blocks, -1).astype(np.int32)
-    arena = jnp.full((num_frames, layout.frame_words), POISON, jnp.uint32)
-    rows = np.repeat(np.arange(len(last)), [b - a + 1 for a, b in zip(first, last, strict=True)])
-    positions = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)])
-    blocks, slots = np.divmod(positions, layout.block_tokens)
-    k, v = rng.standard_normal((2, len(rows), layout.num_kv_heads, layout.head_dim), np.float32)
-    arena = write(arena, jnp.asarray(table[rows, blocks]), jnp.asarray(slots), k, v, layout)
-    unused = np.ones(table.shape[:2], bool)
-    unused[rows, blocks] = False
-    table[unused] = num_frames
-    return arena, jnp.asarray(table)
 
 
 def queries(layout, rows, tokens, group, seed=1):
@@ -87,7 +61,7 @@ def define(arena, q, positions, table, layout, window=0, soft_cap=0.0):
 def test_decode_equals_the_definition(kv_dtype, dtype, frame_words, group, window, soft_cap, interpret):
     layout = KVLayout(num_kv_heads=2, head_dim=M, dtype=kv_dtype, frame_words=frame_words)
     first = [max(0, last - window + 1) if window else 0 for last in LAST]  # blocks behind the window are given back
-    arena, table = cache(layout, LAST, first)
+    arena, table = random_cache(layout, LAST, first)
     q = 1.001 * queries(layout, len(LAST), 1, group).astype(dtype)  # no values of bfloat16
     positions = jnp.asarray(LAST)[:, None]
     out = run(arena, q, positions, table, layout, window, soft_cap, DECODE, interpret)
@@ -108,7 +82,7 @@ def test_decode_equals_the_definition(kv_dtype, dtype, frame_words, group, windo
 )
 def test_a_chunk_equals_the_definition(dtype, window, config, interpret):
     layout = KVLayout(num_kv_heads=2, head_dim=M, dtype=dtype, frame_words=128)
-    arena, table = cache(layout, [269, 5])
+    arena, table = random_cache(layout, [269, 5])
     offsets = np.arange(48)
     positions = jnp.asarray([np.where(offsets < 40, 230 + offsets, -1), np.where(offsets < 6, offsets, -1)])
     q = queries(layout, 2, 48, 2)
@@ -125,7 +99,7 @@ def test_a_chunk_equals_the_definition(dtype, window, config, interpret):
 def test_a_row_depends_on_no_other_row(tokens, interpret):
     layout = KVLayout(num_kv_heads=2, head_dim=M, dtype="bfloat16", frame_words=128)
     config = DECODE if tokens == 1 else Config(rows=32, tile_tokens=16, split_tokens=128)
-    arena, table = cache(layout, [300, 319, 40])
+    arena, table = random_cache(layout, [300, 319, 40])
     q = queries(layout, 3, tokens, 2)
     positions = jnp.asarray([[300], [319], [40]]) - np.arange(tokens)[::-1]
     together = np.asarray(run(arena, q, positions, table, layout, 0, 0.0, config, interpret))
@@ -145,7 +119,7 @@ def test_a_row_depends_on_no_other_row(tokens, interpret):
 @pytest.mark.parametrize("interpret", MODES)
 def test_programs_that_visit_several_splits_change_nothing(interpret):
     layout = KVLayout(num_kv_heads=2, head_dim=M, dtype="bfloat16", frame_words=128)
-    arena, table = cache(layout, [319, 70])
+    arena, table = random_cache(layout, [319, 70])
     q, positions = queries(layout, 2, 1, 2), jnp.asarray([[319], [70]])
     split = Config(rows=16, tile_tokens=16, split_tokens=32)
     few = dataclasses.replace(split, max_programs=1)
@@ -233,7 +207,7 @@ def test_real_sizes_lower_to_triton(name, rows, tokens, dtype):
 
 def test_an_unknown_implementation_is_refused():
     layout = KVLayout(num_kv_heads=1, head_dim=M, dtype="float32", frame_words=128)
-    arena, table = cache(layout, [3])
+    arena, table = random_cache(layout, [3])
     q = queries(layout, 1, 1, 1)
     with pytest.raises(ValueError, match="'cuda' is not one of"):
         api.paged_attention(arena, q, jnp.zeros((1, 1)), table, layout, scale=1.0, implementation="cuda")

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every kernel against its definition on the machine at hand."""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cases import KernelCase, relative_error
+
+KERNELS = ("moe_ffn", "paged_attention", "frames", "dense", "routing", "expert_trace")
+"""The packages, each with a module ``cases``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """What came of one case.
+
+    Attributes:
+      kernel, name, tolerance: of the case.
+      dtype: the narrowest floating one among its arguments, or that of the words where there are none.
+      error: the largest relative error of any result; None where there is no number.
+      microseconds: of a call, one after another from the host; None where kernels are interpreted.
+      failure: why there is none, in one line.
+    """
+
+    kernel: str
+    name: str
+    tolerance: float
+    dtype: str | None = None
+    error: float | None = None
+    microseconds: float | None = None
+    failure: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.tolerance
+
+
+def list_cases(interpret: bool, kernel: str | None = None) -> list[KernelCase]:
+    """Returns the cases of all kernels, or of one.
+
+    Args:
+      interpret: small sizes and interpreted kernels, which run anywhere; else real sizes, compiled for an NVIDIA GPU.
+      kernel: one of ``KERNELS``.
+    """
+    from pallas_kernels.dense import cases as dense
+    from pallas_kernels.expert_trace import cases as expert_trace
+    from pallas_kernels.frames import cases as frames
+    from pallas_kernels.moe_ffn import cases as moe_ffn
+    from pallas_kernels.paged_attention import cases as paged_attention
+    from pallas_kernels.routing import cases as routing
+
+    rooms = dict(zip(KERNELS, (moe_ffn, paged_attention, frames, dense, routing, expert_trace), strict=True))
+    return [case for name, room in rooms.items() if kernel in (None, name) for case in room.cases(interpret)]
+
+
+def run_case(
+    case: KernelCase, *, seed: int = 0, timed: bool = False, device: AbstractContextManager | None = None
+) -> CaseResult:
+    """Returns what came of a case; an exception is a failure of the case.
+
+    Args:
+      case: what to run.
+      seed: of its arguments.
+      timed: measure calls as well.
+      device: held while kernels run, so that cases which are prepared beside it do not disturb the clock.
+    """
+    about = {"kernel": case.kernel, "name": case.name, "tolerance": case.tolerance}
+    try:
+        args = case.make_args(seed)
+        about["dtype"] = _narrowest_dtype(args)
+        run, reference = (jax.jit(f).lower(*args).compile() for f in (case.run, case.reference))
+        with device or nullcontext():
+            found, expected = jax.block_until_ready((run(*args), reference(*args)))
+            if timed:
+                about["microseconds"] = _microseconds(lambda: run(*args))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        error = max(relative_error(out, ref) for out, ref in pairs)
+        if math.isinf(error):
+            return CaseResult(**about, failure="not all results are finite")
+        return CaseResult(**about, error=error)
+    except Exception as error:  # a kernel that does not compile here is what a self-test is for
+        lines = str(error).strip().splitlines() or [""]
+        return CaseResult(**about, failure=f"{type(error).__name__}: {lines[0]}")
+
+
+def run_cases(
+    cases: list[KernelCase], *, timed: bool = False, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[CaseResult]:
+    """Returns what came of the cases, in their order; they are compiled side by side and run one at a time."""
+    device = Lock()
+    progress(0, len(cases))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(run_case, case, timed=timed, device=device) for case in cases]
+        for done, _ in enumerate(as_completed(futures), start=1):
+            progress(done, len(cases))
+    return [future.result() for future in futures]
+
+
+def _narrowest_dtype(args) -> str:
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(args)]
+    floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return str(min(floating, key=lambda dtype: dtype.itemsize, default=dtypes[0]))
+
+
+def _microseconds(call: Callable, calls: int = 20, rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)  # the last one of the stream
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(times)
