@@ -34,6 +34,9 @@ from pallas_kernels.moe_ffn.grouped_order import (
 from pallas_kernels.moe_ffn.grouped_weights import Rows
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
+FEW_PAIRS = 48
+"""Pairs an expert has on average up to which small tiles are better."""
+
 NARROW_BITS = 4
 """Bitwidths up to this one share a body, whose missing planes are zeros."""
 
@@ -48,10 +51,10 @@ class Config:
       num_warps, num_stages: of a program, a power of two, and the depth of the pipeline of loads.
     """
 
-    tile: int = 128
-    rows: int = 128
-    num_warps: int = 8
-    num_stages: int = 3
+    tile: int
+    rows: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -133,13 +136,16 @@ def grouped_product(
                 return [acc_RT + added_RT for acc_RT, added_RT in zip(sums, added)]
 
             def add_chunk(chunk, carry):
-                frames_, sums = carry  # frames are found a chunk ahead: no load waits for them
-                next_frames = block.frames_of(jnp.minimum(chunk + 1, whole - 1))
-                return next_frames, product(chunk, block.words(chunk, frames_), sums)
+                frames_, words, sums = carry  # words are loaded a chunk ahead, their frames two: nothing waits for them
+                next_words = block.words(jnp.minimum(chunk + 1, whole - 1), frames_)
+                next_frames = block.frames_of(jnp.minimum(chunk + 2, whole - 1))
+                return next_frames, next_words, product(chunk, words, sums)
 
             sums = [jnp.zeros((num_rows, size), jnp.float32) for _, size in config.parts]
             if whole:
-                _, sums = lax.fori_loop(0, whole, add_chunk, (block.frames_of(jnp.int32(0)), sums))
+                words = block.words(jnp.int32(0), block.frames_of(jnp.int32(0)))
+                carry = block.frames_of(jnp.int32(min(1, whole - 1))), words, sums
+                *_, sums = lax.fori_loop(0, whole, add_chunk, carry)
             for chunk in range(whole, num_chunks(layout)):
                 sums = product(chunk, block.words(chunk, block.frames_of(chunk)), sums)
             for acc_RT, (slot_T, there_T, pair_T) in zip(sums, parts):
@@ -181,9 +187,11 @@ def gate_up_rows(down: BlockLayout, num_rows: int) -> jax.Array:
     return jnp.asarray(np.where(f_QR < 0, -1, 2 * f_QR + np.array([[0], [1]], np.int32)).reshape(-1))
 
 
-def configure(dtype) -> Config:
-    """Returns the size of the programs, by what was fastest on an H200."""
-    return Config() if dtype == jnp.bfloat16 else Config(tile=32, rows=32, num_warps=4, num_stages=1)
+def configure(dtype, pairs_per_expert: float) -> Config:
+    """Returns the size of the programs, by what was fastest on an H200; the tile changes no result."""
+    if dtype != jnp.bfloat16:
+        return Config(tile=32, rows=32, num_warps=4, num_stages=1)
+    return Config(tile=192 if pairs_per_expert > FEW_PAIRS else 64)
 
 
 def products(
@@ -240,7 +248,8 @@ def moe_ffn(
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
-    num_experts, config = pages.bits_EU.shape[0], config or configure(m_TD.dtype)
+    num_experts = pages.bits_EU.shape[0]
+    config = config or configure(m_TD.dtype, ids_TK.size / num_experts)
     tiles = make_tiles(ids_TK.reshape(-1), num_experts, config.tile, interpret)
     x_TC = order_columns(m_TD, pages.gate_up)
     h_PC, y_PD = products(arena_AW, pages, tiles, x_TC, activation, config, interpret)
