@@ -13,139 +13,49 @@ in a CUDA graph with the same ids.
 """
 
 import argparse
-import gzip
 import json
 import re
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kernels_inputs import (
+    CASES,
+    REPETITIONS,
+    Case,
+    Inputs,
+    kernel_times,
+    loop,
+    lower_layer,
+    make_inputs,
+    pages_of,
+    random_arena,
+    relative_error,
+    seconds_of,
+)
 from record import environment
 
 from pallas_kernels._triton import CompilerParams
-from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn import pallas_triton, reference
-from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
-from pallas_kernels.moe_ffn.pages import WeightPages
+from pallas_kernels.moe_ffn import reference
 
-REPETITIONS = 21
-ARENA_BYTES = 5 << 30
 MIXED = {"3 and 5": (3, 5), "2 and 6": (2, 6), "3, 4 and 5": (3, 4, 5)}
 """Bitwidths in turn over the experts, with planes of the bytes of 4 bits."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """Calls to time: ``tokens`` of a model, on ``experts`` distinct ones if that is given."""
-
-    spec: MoESpec
-    tokens: int
-    experts: int | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.spec.name} {self.tokens} tokens" + (f" {self.experts} experts" if self.experts else "")
-
-
-CASES = [
-    Case(SPECS["qwen1.5-moe"], 1),
-    Case(SPECS["qwen1.5-moe"], 16, 40),
-    Case(SPECS["mixtral-8x7b"], 1),
-    Case(SPECS["gemma-4-26b"], 8),
-    Case(SPECS["qwen1.5-moe"], 4),
-    Case(SPECS["qwen1.5-moe"], 64),
-    Case(SPECS["gemma-4-26b"], 1),
-]
-
-
-def plane_bytes(case: Case, ids_STK: np.ndarray, bits_E: np.ndarray) -> float:
+def plane_bytes(inputs: Inputs, bits_E: np.ndarray) -> float:
     """Returns the mean over the calls of the bytes of the selected experts' planes, each expert once."""
-    words = sum(layout.plane_words for layout in case.spec.layouts)
-    return float(np.mean([4 * words * bits_E[np.unique(ids)].sum() for ids in ids_STK]))
-
-
-def draw_ids(case: Case) -> np.ndarray:
-    """Returns int32[S, T, K]: experts of S calls, distinct within a token; one token's calls meet every expert."""
-    rng, num_experts, top_k = np.random.default_rng(7), case.spec.num_experts, case.spec.top_k
-    if case.tokens == 1:
-        decks = [rng.permutation(num_experts) for _ in range(4 * top_k)]
-        return np.concatenate(decks).reshape(-1, 1, top_k)[:60].astype(np.int32)
-    calls = []
-    for _ in range(max(3, 96 // case.tokens)):
-        if case.experts:  # each of them for one token, then for others that do not have it
-            pool = rng.permutation(num_experts)[: case.experts]
-            tokens = [list(pool[t :: case.tokens]) for t in range(case.tokens)]
-            for chosen in tokens:
-                chosen += list(rng.permutation(np.setdiff1d(pool, chosen))[: top_k - len(chosen)])
-            calls.append(np.array(tokens))
-        else:
-            calls.append(np.stack([rng.permutation(num_experts)[:top_k] for _ in range(case.tokens)]))
-    return np.stack(calls).astype(np.int32)
-
-
-def random_arena(spec: MoESpec) -> tuple[jax.Array, list[np.ndarray]]:
-    """Returns (arena, frames of gate_up and down): random words, LUT entries finite."""
-    used_frames = spec.num_experts * sum(layout.block_frames for layout in spec.layouts)
-    num_frames = max(used_frames + 1, ARENA_BYTES // (4 * spec.frame_words))
-    key = jax.random.key(0, impl="rbg")
-    arena = jax.jit(lambda: jax.random.bits(key, (num_frames, spec.frame_words), jnp.uint32))()
-    order, tables = np.random.default_rng(1).permutation(num_frames).astype(np.int32), []
-    finite = jax.jit(lambda a, f: a.at[f].set(a[f] & jnp.uint32(0xBFFFBFFF)), donate_argnums=0)  # below 2
-    for layout in spec.layouts:
-        count = spec.num_experts * layout.block_frames
-        tables.append(order[:count].reshape(spec.num_experts, -1))
-        order = order[count:]
-        arena = finite(arena, jnp.asarray(tables[-1][:, lut_frames(layout)].reshape(-1)))
-    return arena, tables
-
-
-def lut_frames(layout: BlockLayout) -> np.ndarray:
-    first = [
-        np.arange(layout.page_starts[p] + layout.lut_offset_words(p) // layout.frame_words, layout.page_starts[p + 1])
-        for p in range(layout.max_bits)
-        if layout.has_lut(p)
-    ]
-    return np.concatenate(first)
-
-
-def pages_of(spec: MoESpec, frames, bits_EU) -> WeightPages:
-    return WeightPages(
-        bits_EU=bits_EU,
-        gate_up_frames_EF=frames[0],
-        down_frames_EF=frames[1],
-        gate_up=spec.layouts[0],
-        down=spec.layouts[1],
-    )
-
-
-def loop(call, rounds: int):
-    """Returns f(*args, ids, m): every call of ``rounds`` rounds waits for the one before; the last result."""
-    call = jax.jit(call)  # traced once, not once a call
-
-    def run(args, ids, m_TD):
-        def body(_, carry):
-            m, _ = carry
-            for ids_TK in ids:
-                y = call(*args, ids_TK, m)
-                m = (m_TD + y * 1e-20).astype(m_TD.dtype)
-            return m, y
-
-        return lax.fori_loop(0, rounds, body, (m_TD, jnp.zeros(m_TD.shape, jnp.float32)))[1]
-
-    return jax.jit(run)
+    words = sum(layout.plane_words for layout in inputs.case.spec.layouts)
+    return float(np.mean([4 * words * bits_E[np.unique(ids_TK)].sum() for ids_TK in inputs.ids]))
 
 
 def launches(case: Case):
@@ -171,42 +81,6 @@ def launches(case: Case):
         return m_TD * x[0, 0]
 
     return call
-
-
-def seconds_of(run, args) -> float:
-    """Returns the median time of a run."""
-    for _ in range(2):
-        run(*args).block_until_ready()
-    times = []
-    for _ in range(REPETITIONS):
-        start = time.perf_counter()
-        run(*args).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def kernel_times(run, args, calls: int) -> dict[str, float]:
-    """Returns microseconds a call of each kernel, by name, from JAX's profiler; without the gaps between kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=False):
-            run(*args).block_until_ready()
-        [file] = Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    streams = {
-        (event["pid"], event["tid"])
-        for event in events
-        if event.get("name") == "thread_name" and "Stream" in event["args"]["name"]
-    }
-    times = {}
-    for event in events:
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / calls
-    return {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1]) if us > 0.1}
-
-
-def relative_error(out, ref) -> float:
-    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
-    return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
 
 
 def copy_bytes_per_second() -> float:
@@ -276,29 +150,21 @@ def peers(case: Case, ids_STK: np.ndarray) -> dict[str, float]:
     return results
 
 
-def measure(case: Case, compiled: dict, args, ids, m_TD, weights_TK, ids_STK, rounds, copy_rate, options):
+def measure(compiled: dict, inputs: Inputs, copy_rate: float, options):
     """Yields the case's records, after the check against the definition."""
     widths = [int(bits) for bits in options.bits.split(",")]
-    spec, calls = case.spec, rounds * len(ids)
-    arena, frames = args
-    experts = np.arange(spec.num_experts)
-
-    def run(bits_E):
-        bits_EU = jnp.asarray(np.stack([bits_E, bits_E], axis=1), jnp.int32)
-        return compiled["layer"], ((arena, frames, bits_EU, weights_TK), ids, m_TD)
-
-    mixed = 2 + experts % 7
-    f, inputs = run(mixed)
-    out = f(*inputs)
-    pages = pages_of(spec, frames, inputs[0][2])
-    error = relative_error(out, compiled["define"](arena, pages, m_TD.astype(jnp.float32), ids[-1], weights_TK)[0])
+    case, layer, experts = inputs.case, compiled["layer"], np.arange(inputs.case.spec.num_experts)
+    args = inputs.args(2 + experts % 7)
+    (arena, frames, bits_EU, weights_TK), ids, m_TD = args
+    expected = compiled["define"](arena, frames, bits_EU, m_TD.astype(jnp.float32), ids[-1], weights_TK)[0]
+    error = relative_error(layer(*args), expected)
     if not error < 1e-2:
         raise AssertionError(f"relative error {error}")
 
     def record(what, us, bits_E=None):
         found = {"what": what, "us": round(us, 2), "error": error}
         if bits_E is not None:
-            found["gb_s"] = round(plane_bytes(case, ids_STK, bits_E) / us / 1e3, 1)
+            found["gb_s"] = round(plane_bytes(inputs, bits_E) / us / 1e3, 1)
             found["share_of_copy"] = round(found["gb_s"] * 1e9 / copy_rate, 3)
         return found
 
@@ -307,15 +173,13 @@ def measure(case: Case, compiled: dict, args, ids, m_TD, weights_TK, ids_STK, ro
         named[1:1] = [(f"{name} bits mixed", mix) for name, mix in MIXED.items()]
     for name, mix in named:
         bits_E = np.array(mix)[experts % len(mix)]
-        f, inputs = run(bits_E)
-        yield record(name, seconds_of(f, inputs) / calls * 1e6, bits_E)
+        yield record(name, seconds_of(layer, inputs.args(bits_E)) / inputs.calls * 1e6, bits_E)
     if options.profile:
-        f, inputs = run(np.full(spec.num_experts, widths[0]))
-        times = kernel_times(f, inputs, calls)
+        times = kernel_times(layer, inputs.args(np.full(len(experts), widths[0])), inputs.calls)
         yield record(f"{widths[0]} bits, kernels alone", sum(times.values())) | {"kernels": times}
-    yield record("launches", seconds_of(compiled["launches"], ((), ids, m_TD)) / calls * 1e6)
+    yield record("launches", seconds_of(compiled["launches"], ((), ids, m_TD)) / inputs.calls * 1e6)
     if not options.no_peers:
-        for name, us in peers(case, ids_STK).items():
+        for name, us in peers(case, np.stack(ids)).items():
             yield record(name, us)
 
 
@@ -336,28 +200,19 @@ def main() -> int:
     memory = {spec.name: random_arena(spec) for spec in {case.spec for case in todo}}
 
     def prepare(case: Case):
-        spec, rng, ids_STK = case.spec, np.random.default_rng(3), draw_ids(case)
-        rounds = max(2, 200 // len(ids_STK)) if case.tokens == 1 else 3
-        m_TD = jnp.asarray(rng.standard_normal((case.tokens, spec.hidden_size)) * spec.hidden_size**-0.5, jnp.bfloat16)
-        weights_TK = jnp.asarray(rng.random(ids_STK.shape[1:]), jnp.float32)
-        arena, tables = memory[spec.name]
-        args, ids = (arena, [jnp.asarray(table) for table in tables]), [jnp.asarray(i) for i in ids_STK]
+        spec, inputs = case.spec, make_inputs(case, *memory[case.spec.name])
 
-        def layer(arena, frames, bits_EU, weights_TK, ids_TK, m_TD):
-            pages = pages_of(spec, frames, bits_EU)
-            return pallas_triton.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, spec.activation)[0]
+        def define(arena, frames, bits_EU, m_TD, ids_TK, weights_TK):
+            return reference.moe_ffn(arena, pages_of(spec, frames, bits_EU), m_TD, ids_TK, weights_TK, spec.activation)
 
-        def define(arena, pages, m_TD, ids_TK, weights_TK):
-            return reference.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, spec.activation)
-
-        bits_EU = jnp.full((spec.num_experts, 2), 4, jnp.int32)
-        pages = pages_of(spec, args[1], bits_EU)
+        (arena, frames, bits_EU, weights_TK), ids, m_TD = inputs.args(np.zeros(spec.num_experts))
+        float_m_TD = m_TD.astype(jnp.float32)
         compiled = {
-            "define": jax.jit(define).lower(arena, pages, m_TD.astype(jnp.float32), ids[-1], weights_TK).compile(),
-            "layer": loop(layer, rounds).lower((*args, bits_EU, weights_TK), ids, m_TD).compile(),
-            "launches": loop(launches(case), rounds).lower((), ids, m_TD).compile(),
+            "define": jax.jit(define).lower(arena, frames, bits_EU, float_m_TD, ids[-1], weights_TK).compile(),
+            "layer": lower_layer(inputs).compile(),
+            "launches": loop(launches(case), inputs.rounds).lower((), ids, m_TD).compile(),
         }
-        return compiled, args, ids, m_TD, weights_TK, ids_STK, rounds
+        return compiled, inputs
 
     with ThreadPoolExecutor(12) as pool:
         prepared = {case: pool.submit(prepare, case) for case in todo}
@@ -373,7 +228,7 @@ def main() -> int:
             print(case.name, flush=True)
             named = {"model": case.spec.name, "tokens": case.tokens, "experts": case.experts}
             try:
-                for record in measure(case, *prepared[case].result(), copy_rate, options):
+                for record in measure(*prepared[case].result(), copy_rate, options):
                     rate = f"{record['gb_s']:>9.0f} GB/s {record['share_of_copy']:>6.1%}" if "gb_s" in record else ""
                     print(f"    {record['what']:24}{record['us']:>9.1f} us {rate}", flush=True)
                     if "kernels" in record:

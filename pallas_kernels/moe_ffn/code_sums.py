@@ -25,12 +25,12 @@ HELD_BITS = 1
 """Planes before those that stay in registers; the ones before them are read again, from L1, for every value of them."""
 
 
-def _split(position, size: int):
+def split(position, size: int):
     """Returns (position // size, position % size) for a power of two and a position >= 0."""
     return position >> (size.bit_length() - 1), position & (size - 1)
 
 
-def _choose(value: int | jax.Array, table: dict[int, int]) -> jax.Array:
+def choose(value: int | jax.Array, table: dict[int, int]) -> jax.Array:
     """Returns table[value] of a scalar, by selects: a look-up would wait for memory."""
     keys = sorted(table)
     chosen = jnp.int32(table[keys[0]])
@@ -49,6 +49,7 @@ class Block:
       frames: ref int32[E, frames of a block].
       e, bits: expert and bitwidth b.
       first_row: of the program's 16 stored rows.
+      max_bits: the largest that ``bits`` can be.
     """
 
     layout: BlockLayout
@@ -58,6 +59,7 @@ class Block:
     e: jax.Array
     bits: jax.Array
     first_row: jax.Array
+    max_bits: int
 
     @property
     def index_V1(self):
@@ -73,25 +75,31 @@ class Block:
 
     @property
     def inner(self) -> int:
-        return min(INNER_BITS, self.layout.max_bits)
+        return min(INNER_BITS, self.max_bits)
 
     @property
     def held(self) -> int:
-        return min(HELD_BITS, self.layout.max_bits - self.inner)
+        return min(HELD_BITS, self.max_bits - self.inner)
 
-    def lut(self, outer) -> list[jax.Array]:
-        """Returns the 2^inner entries of each row's LUT from code outer 2^inner on, float32[16 W, 1] each.
-
-        Those past the LUT's end are zeros.
-        """
-        layout, inner = self.layout, self.inner
+    def lut_place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (frame, word in it) where the LUTs of stored rows begin."""
+        layout = self.layout
         starts = {
             b: layout.page_starts[b - 1] * layout.frame_words + layout.lut_offset_words(b - 1)
             for b in range(layout.min_bits, layout.max_bits + 1)
         }
-        row_start_V1 = _choose(self.bits, starts) + (self.row_V1 << (self.bits - 1))
-        frame_V1, offset_V1 = _split(row_start_V1, layout.frame_words)  # a row's LUT lies in one frame
-        frame_V1, offset_V1 = self.frames[self.e, frame_V1], offset_V1 + (outer << (inner - 1))
+        start = choose(self.bits, starts) + (row << (self.bits - 1))
+        frame, word = split(start, layout.frame_words)  # a row's LUT lies in one frame
+        return self.frames[self.e, frame], word
+
+    def lut(self, outer, place) -> list[jax.Array]:
+        """Returns the 2^inner entries of each row's LUT from code outer 2^inner on, float32[16 W, 1] each.
+
+        Those past the LUT's end are zeros. ``place``: ``lut_place`` of the rows.
+        """
+        layout, inner = self.layout, self.inner
+        frame_V1, offset_V1 = place
+        offset_V1 += outer << (inner - 1)
         entries = []
         for i in range(2 ** (inner - 1)):
             if 2 * i < 2**layout.min_bits:
@@ -115,7 +123,7 @@ class Block:
         chunk_V1 = step * num_warps + self.warp_V1
         first, end = (0, (last + 1) * num_warps) if last is not None else (step * num_warps, (step + 1) * num_warps)
         touched = [run for run in runs(layout) if run.chunk < end and run.chunk + run.chunks > first]
-        group_V1, row_in_tile_V1 = _split(self.row_V1, layout.tile_rows)
+        group_V1, row_in_tile_V1 = split(self.row_V1, layout.tile_rows)
         col_1K = jnp.arange(WORDS, dtype=jnp.int32)[None, :]
 
         def place(run: Run):
@@ -149,12 +157,12 @@ class Block:
           planes: what it can be.
           places: see ``places``.
         """
-        start = _choose(plane, {p: self.layout.page_starts[p] for p in planes if p >= 0})
+        start = choose(plane, {p: self.layout.page_starts[p] for p in planes if p >= 0})
         present = plane >= 0 if planes[0] < 0 else None
         col_1K = jnp.arange(WORDS, dtype=jnp.int32)[None, :]
         found = None
         for tile_start_V1, word_V1, mask in places:
-            frame_V1, offset_V1 = _split(tile_start_V1, self.layout.frame_words)
+            frame_V1, offset_V1 = split(tile_start_V1, self.layout.frame_words)
             if all(width >= 4 for width, _ in self.layout.bands):
                 offset_V1 = pl.multiple_of(offset_V1 + word_V1, (4, 1))  # runs of 16 bytes
             else:
@@ -191,7 +199,7 @@ def load_chunks(block: Block, first, count: int, last: int | None = None) -> Chu
     """Returns steps first .. first + count - 1 of ``Block.places``; ``last`` as there, if ``first`` is an array."""
     layout, kept = block.layout, block.held + block.inner
     places = [block.places(first + g, last) for g in range(count)]
-    least, most = layout.min_bits - kept, layout.max_bits - kept
+    least, most = layout.min_bits - kept, block.max_bits - kept
     planes = [
         [block.words(block.bits - kept + i, range(least + i, most + i + 1), place) for i in range(kept)]
         for place in places
@@ -199,14 +207,15 @@ def load_chunks(block: Block, first, count: int, last: int | None = None) -> Chu
     return Chunks(places, [(first + g) * block.num_warps + block.warp_V1 for g in range(count)], planes)
 
 
-def dot_chunks(block: Block, chunks: Chunks, slices: tuple, x_row, y_VQ, interpret: bool) -> jax.Array:
+def dot_chunks(block: Block, lut_place, chunks: Chunks, slices: tuple, x_row, y_VQ, interpret: bool) -> jax.Array:
     """Returns y_VQ plus the products of these chunks, float32[16 W, 4] (see ``slices_to_number``).
 
     Args:
+      lut_place: ``Block.lut_place`` of the rows, which no program should wait for again and again.
       slices: refs of ``Slices.words_XBW`` and ``unit_X``.
       x_row: which row of them.
     """
-    layout, bits, inner, held = block.layout, block.bits, block.inner, block.held
+    bits, inner, held = block.bits, block.inner, block.held
     words = slices[0]
     shape = ROWS * block.num_warps, WORDS
     slice_V1 = warp_and_row(block.index_V1, block.num_warps)[1]
@@ -216,16 +225,16 @@ def dot_chunks(block: Block, chunks: Chunks, slices: tuple, x_row, y_VQ, interpr
         return match & (plane ^ (bit - 1))
 
     def add_codes(run, x, outer, y_VQ):
-        entries = block.lut(outer)
+        entries = block.lut(outer, lut_place)
         matches = []
         for place, planes in zip(chunks.places, chunks.planes, strict=True):
 
             def reread(p, match, place=place):
-                plane = block.words(p, range(layout.max_bits - inner - held), place)
+                plane = block.words(p, range(block.max_bits - inner - held), place)
                 return only(match, plane, (outer >> (bits - inner - 1 - p)) & 1)
 
             match = jnp.full(shape, -1, jnp.int32)
-            if layout.max_bits > inner + held:
+            if block.max_bits > inner + held:
                 match = lax.fori_loop(0, bits - inner - held, reread, match)
             for i in range(held):  # those that are not there are zeros, and so are their bits of ``outer``
                 match = only(match, planes[i], (outer >> (held - 1 - i)) & 1)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixed-precision MoE feed-forward on binary tensor cores: Pallas-Triton kernels that read weight pages in place.
+"""The mixed-precision MoE feed-forward of few tokens: Pallas-Triton kernels that read weight pages in place.
 
-A LUT of 2^b entries a row makes a product with W_b a sum over codes, and no weight has to be looked up::
+Up to ``SUMMED_BITS`` no weight is looked up. A LUT of 2^b entries a row makes a product with W_b a sum over codes::
 
       y_n  =  sum_k LUT[n, k] S_nk             S_nk  =  sum of x_c over the columns c whose code is k
 
 The columns with code k are the ones of a 0/1 matrix that is an AND of bit-planes or their complements; x is cut into
 bit-slices (``slices.py``). Then S_nk is a product of 0/1 matrices, 16 x 512 x 16 bits in four instructions
-(``binary_dot.py``), and the work per weight is some 2^b ANDs per 32 of them. Sums are integers, hence exact: a row's
-result depends on no other row of the call.
+(``binary_dot.py``), and the work per weight is some 2^b ANDs per 32 of them. Codes are taken 2^3 at a time: those whose
+high bits are o, for each o of 2^(b - 3). Work doubles with every bit, so the wider bitwidths are looked up
+(``look_up.py``).
 
 A program computes 16 stored rows of one linear-block for all tokens that selected its expert; its W warps take every
-W-th chunk of 16 words. Codes are taken 2^3 at a time: those whose high bits are o, for each o of 2^(b - 3).
+W-th chunk of 16 words, or rows of their own. The way of a sum follows from the bitwidth and the block alone: a row's
+result depends neither on the other rows of the call nor on how many there are.
 """
 
 from collections.abc import Callable
@@ -24,11 +26,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load
+from pallas_kernels._triton_inside import limit_registers
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn.binary_dot import ROWS, WORDS
 from pallas_kernels.moe_ffn.code_sums import Block, dot_chunks, finish_rows, load_chunks
+from pallas_kernels.moe_ffn.look_up import FIELD_BITS, dot_rows, row_blocks
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 from pallas_kernels.moe_ffn.slices import Slices, num_chunks, runs, slice_columns
+from pallas_kernels.tuning import tuned
+
+KERNEL = "moe_ffn"
+"""Its name in the table of block sizes."""
+
+SUMMED_BITS = 4
+"""The largest bitwidth that is summed by code; look-up costs the same for all, sums double with every bit."""
+
+PAIRS_AT_ONCE = 2
+"""That share the look-up of a weight, where tokens share experts."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +52,12 @@ class Config:
     Attributes:
       num_warps: W of a program, a power of two.
       chunks: G, of each plane that a warp holds at a time.
+      registers: of a thread, at most; what decides how many programs run side by side.
     """
 
     num_warps: int
     chunks: int
+    registers: int = 255
 
     def slice_words(self, layout: BlockLayout) -> int:
         """Returns how many words of a slice the programs read."""
@@ -55,6 +71,7 @@ def linear_block(
     bits_EU: jax.Array,
     kind: int,
     ids_P: jax.Array,
+    x_XC: jax.Array,
     slices: Slices,
     out: jax.ShapeDtypeStruct,
     finish: Callable[[jax.Array], jax.Array] = lambda y_R: y_R,
@@ -71,7 +88,8 @@ def linear_block(
       frames_EF: int32, the blocks' frames.
       bits_EU, kind: bitwidths, and the column of them that belongs to these blocks.
       ids_P: int32, the pairs' experts; rows of pairs with an id of E or more are not written.
-      slices: of X rows; pair p reads row p // (P / X).
+      x_XC: inputs; pair p reads row p // (P / X).
+      slices: of the inputs.
       out: shape and dtype of the result.
       finish: from a program's 16 stored rows to what it stores, 16 or 8 numbers.
       grouped: the pairs of one expert share a program, which reads their planes once from device memory. Without it
@@ -85,8 +103,10 @@ def linear_block(
     num_warps, steps = config.num_warps, -(-num_chunks(layout) // config.num_warps)
     by_expert = grouped and num_experts < num_pairs  # a program per expert, else per pair: its expert's first one
 
-    def kernel(arena, frames, bits_ref, ids, words, unit, out_ref):
+    def kernel(arena, frames, bits_ref, ids, x, words, unit, out_ref):
         program, slot = pl.program_id(0), pl.program_id(1)
+        if not interpret:
+            program = limit_registers(program, config.registers)
         e = slot if by_expert else ids[slot]
         pair_Z = jnp.arange(pl.next_power_of_2(num_pairs), dtype=jnp.int32)
 
@@ -94,8 +114,8 @@ def linear_block(
             ids_Z = load(ids.at[pair_Z], mask=pair_Z < num_pairs, other=jnp.int32(num_experts))
             return jnp.min(jnp.where((ids_Z == e) & (pair_Z > after), pair_Z, num_pairs))
 
-        def product(block, chunks, x_row):
-            dot = partial(dot_chunks, block, slices=(words, unit), x_row=x_row, interpret=interpret)
+        def product(block, lut_place, chunks, x_row):
+            dot = partial(dot_chunks, block, lut_place, slices=(words, unit), x_row=x_row, interpret=interpret)
             y_VQ = jnp.zeros((ROWS * num_warps, 4), jnp.float32)
             if chunks is not None:
                 return dot(chunks, y_VQ=y_VQ)
@@ -110,51 +130,96 @@ def linear_block(
                 y_VQ = dot(load_chunks(block, step, min(config.chunks, steps - step)), y_VQ=y_VQ)
             return y_VQ
 
-        def store_pair(block, chunks, pair):
+        def store(pair, index, y_R):
+            """The rows that are block ``index`` of so many."""
+
+            @pl.when(pair < num_pairs)
+            def _():
+                out_ref[pair, pl.ds(index * y_R.shape[0], y_R.shape[0])] = y_R.astype(out_ref.dtype)
+
+        def by_code_sums(block, lut_place, chunks, pairs):
+            [pair] = pairs
             x_row = pair // pairs_per_row
             unit_of_x = unit[x_row]  # early: it is there when it is needed
-            y_R = finish(finish_rows(block, product(block, chunks, x_row), unit_of_x)).astype(out_ref.dtype)
-            out_ref[pair, pl.ds(program * y_R.shape[0], y_R.shape[0])] = y_R
+            store(pair, program, finish(finish_rows(block, product(block, lut_place, chunks, x_row), unit_of_x)))
 
-        def with_block(run):
-            block = Block(layout, num_warps, arena, frames, e, bits_ref[e, kind], program * ROWS)
-            run(block, load_chunks(block, 0, steps) if steps <= config.chunks else None)
+        def by_look_up(block, field_bits, pairs):
+            blocks, rows = row_blocks(num_warps)
 
-        if not grouped:
-            pl.when(e < num_experts)(lambda: with_block(partial(store_pair, pair=slot)))
-            return
-        first = next_pair(-1)
+            def store_rows(row_block, _):
+                x_rows = [jnp.minimum(pair, num_pairs - 1) // pairs_per_row for pair in pairs]
+                products = dot_rows(block, rows, row_block * rows, x, x_rows, field_bits, interpret)
+                for pair, y_R in zip(pairs, products, strict=True):
+                    store(pair, program * blocks + row_block, finish(y_R))
 
-        @pl.when((first < num_pairs) if by_expert else (first == slot) & (e < num_experts))
-        def _():
-            def each_pair(block, chunks):
+            lax.fori_loop(0, blocks, store_rows, None)
+
+        def run(bits, first):
+            """The pairs of the program's expert, from the first on."""
+            most = min(layout.max_bits, SUMMED_BITS)
+            block = partial(Block, layout, num_warps, arena, frames, e, bits, program * ROWS)
+
+            def each(at_once, products):
+                if not grouped:
+                    products([first])
+                    return
+
                 def body(pair):
-                    store_pair(block, chunks, pair)
-                    return next_pair(pair)
+                    pairs = [pair]
+                    for _ in range(at_once):  # first of all: ids arrive while planes are multiplied
+                        pairs.append(next_pair(pairs[-1]))
+                    products(pairs[:-1])
+                    return pairs[-1]
 
                 lax.while_loop(lambda pair: pair < num_pairs, body, first)
 
-            with_block(each_pair)
+            if layout.min_bits <= SUMMED_BITS:
+
+                @pl.when(bits <= SUMMED_BITS)
+                def _():
+                    summed = block(most)
+                    lut_place = summed.lut_place(summed.row_V1)
+                    chunks = load_chunks(summed, 0, steps) if steps <= config.chunks else None
+                    each(1, partial(by_code_sums, summed, lut_place, chunks))
+
+            least = max(layout.min_bits, SUMMED_BITS + 1)
+            for field_bits in FIELD_BITS:
+                if least <= min(layout.max_bits, field_bits):
+                    products = partial(by_look_up, block(layout.max_bits), field_bits)
+                    pl.when((bits >= least) & (bits <= field_bits))(partial(each, PAIRS_AT_ONCE, products))
+                    least = field_bits + 1
+
+        if not grouped:
+            pl.when(e < num_experts)(lambda: run(bits_ref[e, kind], slot))
+            return
+        bits = bits_ref[jnp.minimum(e, num_experts - 1), kind]  # before the pairs are known: fewer waits in a row
+        first = next_pair(-1)
+        pl.when((first < num_pairs) if by_expert else (first == slot) & (e < num_experts))(lambda: run(bits, first))
 
     ints = lax.bitcast_convert_type(arena_AW, jnp.int32)  # a view: no copy
     return pl.pallas_call(
         kernel,
         grid=(layout.rows // ROWS, num_experts if by_expert else num_pairs),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 6,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 7,
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=out,
         compiler_params=CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gate_up" if layout.interleaved else "down",
-    )(ints, frames_EF, bits_EU, ids_P, slices.words_XBW, slices.unit_X)
+    )(ints, frames_EF, bits_EU, ids_P, x_XC, slices.words_XBW, slices.unit_X)
 
 
-def configure(layout: BlockLayout, grouped: bool) -> Config:
-    """Returns the size of the programs of a block, by what was fastest on an H200 (``pallas_kernels/README.md``)."""
+def configure(layout: BlockLayout) -> Config:
+    """Returns the size of the programs of a block: the table's, or what was fastest for such a block on an H200.
+
+    It decides the order in which float32 numbers are added, so it must not depend on the number of tokens.
+    """
     count = num_chunks(layout)
-    if count <= 2 or (grouped and count <= 4):
-        return Config(num_warps=1, chunks=count)
-    return Config(num_warps=2, chunks=3 if count in (5, 6) else 2)
+    if count <= 4:
+        heuristic = Config(num_warps=1, chunks=count)
+    else:
+        heuristic = Config(num_warps=2, chunks=3 if count in (5, 6) else 2)
+    return Config(**tuned(KERNEL, (layout.rows, layout.columns), vars(heuristic)))
 
 
 def moe_ffn(
@@ -178,20 +243,20 @@ def moe_ffn(
         return act(gate_R) * up_R
 
     def sliced(x_XC, layout, *ids):
-        return slice_columns(x_XC, layout, configure(layout, grouped).slice_words(layout), *ids, interpret=interpret)
+        return slice_columns(x_XC, layout, configure(layout).slice_words(layout), *ids, interpret=interpret)
 
-    def product(layout, frames_EF, kind, slices, out, *finish):
+    def product(layout, frames_EF, kind, x_XC, slices, out, *finish):
         return linear_block(
-            arena_AW, layout, frames_EF, pages.bits_EU, kind, ids_P, slices, out, *finish,
-            grouped=grouped, config=configure(layout, grouped), interpret=interpret,
+            arena_AW, layout, frames_EF, pages.bits_EU, kind, ids_P, x_XC, slices, out, *finish,
+            grouped=grouped, config=configure(layout), interpret=interpret,
         )  # fmt: skip
 
     m = sliced(m_TD, pages.gate_up)
     h_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.columns), m_TD.dtype)
-    h_PF = product(pages.gate_up, pages.gate_up_frames_EF, 0, m, h_shape, gated)
+    h_PF = product(pages.gate_up, pages.gate_up_frames_EF, 0, m_TD, m, h_shape, gated)
     h = sliced(h_PF, pages.down, ids_P, pages.bits_EU.shape[0])
     y_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.rows), jnp.float32)
-    y_PD = product(pages.down, pages.down_frames_EF, 1, h, y_shape)
+    y_PD = product(pages.down, pages.down_frames_EF, 1, h_PF, h, y_shape)
     y_TKD = y_PD.reshape(*ids_TK.shape, -1)
     y_TD = jnp.sum(jnp.where(used_TK[..., None], weights_TK[..., None] * y_TKD, 0.0), axis=1)
     return y_TD, h.square_X.reshape(ids_TK.shape)

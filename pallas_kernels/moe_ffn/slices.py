@@ -53,21 +53,21 @@ class Run:
         return index >> (per_tile.bit_length() - 1), (index & (per_tile - 1)) * self.width
 
 
-def runs(layout: BlockLayout) -> list[Run]:
-    """Returns the runs of a plane's row; those of narrow bands share the last chunk."""
+def runs(layout: BlockLayout, words: int = WORDS) -> list[Run]:
+    """Returns the runs of a plane's row in chunks of so many words; those of narrower bands share the last chunk."""
     found, chunk, position, column = [], 0, 0, 0
     for band, (tile_words, tiles) in enumerate(layout.bands):
-        width = min(tile_words, WORDS)
+        width = min(tile_words, words)
         count = tiles * tile_words // width
         found.append(Run(chunk, count, position, width, band, tile_words, column))
-        chunk, position = (chunk + count, 0) if width == WORDS else (chunk, position + width)
+        chunk, position = (chunk + count, 0) if width == words else (chunk, position + width)
         column += 32 * tile_words * tiles
     return found
 
 
-def num_chunks(layout: BlockLayout) -> int:
+def num_chunks(layout: BlockLayout, words: int = WORDS) -> int:
     """Returns the chunks of a plane's row."""
-    last = runs(layout)[-1]
+    last = runs(layout, words)[-1]
     return last.chunk + last.chunks
 
 

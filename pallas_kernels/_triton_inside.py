@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton can and Pallas does not offer: loads from computed addresses, and a bound on a thread's registers.
+
+Beside ``_triton`` the only door to JAX's inside (its lowering of Pallas to Triton, JAX 0.10 to 0.11): replace it here
+when that changes. Nothing of this can be interpreted.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import core, tree_util
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+from jax._src.lib.triton import dialect as tt_dialect
+from jax._src.pallas.triton import lowering
+from jax._src.state.types import ReadEffect, TransformedRef
+from jax.extend.core import Primitive
+
+PTX_LOADS = {
+    "float16": "ld.global.nc.b16 h, [p]; cvt.f32.f16 $0, h;",
+    "bfloat16": "ld.global.nc.b16 h, [p]; mov.b32 $0, {z, h};",
+    "float32": "ld.global.nc.f32 $0, [p];",
+}
+
+load_from_p = Primitive("load_from")
+limit_registers_p = Primitive("limit_registers")
+
+
+def load_from(place, index: jax.Array, dtype) -> jax.Array:
+    """Returns float32: the element of ``dtype``, counted from where ``place`` begins, that ``index`` names.
+
+    One multiplication makes an address, where an indexed load takes four or more instructions in a large array, and
+    equal loads of one thread become one. The memory must not change while the kernel runs.
+
+    Args:
+      place: a view ``ref.at[indices]``, of any dtype.
+      index: int32, not negative; ``place`` and ``index`` broadcast.
+      dtype: float16, bfloat16 or float32.
+    """
+    args_flat, tree = tree_util.tree_flatten((place.ref, tuple(place.transforms), index))
+    return load_from_p.bind(*args_flat, tree=tree, dtype=jnp.dtype(dtype).name)
+
+
+@load_from_p.def_effectful_abstract_eval
+def _(*avals_flat, tree, dtype):
+    ref, transforms, index = tree.unflatten(avals_flat)
+    shape = jnp.broadcast_shapes(TransformedRef(ref, transforms).shape, index.shape)
+    return core.ShapedArray(shape, jnp.float32), {ReadEffect(0)}
+
+
+@lowering.register_lowering(load_from_p)
+def _(ctx, *args_flat, tree, dtype):
+    pointer, [indexer], index = tree.unflatten(args_flat)
+    [result] = ctx.avals_out
+    pointers = lowering._compute_pointers_from_indices(pointer, ctx.block_infos[0], indexer)
+    return tt_dialect.elementwise_inline_asm(
+        [mlir.aval_to_ir_type(ctx.context.mlir_ctx, result)],
+        "{ .reg .b64 p; .reg .b16 h, z; mov.b16 z, 0; "
+        f"mad.wide.u32 p, $2, {jnp.dtype(dtype).itemsize}, $1; {PTX_LOADS[dtype]} }}",
+        constraints="=f,l,r",
+        pure=True,
+        packed_element=1,
+        args=[lowering._bcast_to(value, result.shape) for value in (pointers, index)],
+    )
+
+
+def limit_registers(index: jax.Array, registers: int) -> jax.Array:
+    """Returns ``index``, and bounds the registers of a thread of the kernel that it is called in.
+
+    The compiler takes up to 255 to hide latencies within a warp; fewer let more warps run and hide each other's. What
+    does not fit is spilled.
+    """
+    return limit_registers_p.bind(index, registers=registers)
+
+
+@limit_registers_p.def_abstract_eval
+def _(index, *, registers):
+    return core.ShapedArray(index.shape, index.dtype)
+
+
+@lowering.register_lowering(limit_registers_p)
+def _(ctx, index, *, registers):
+    module = ir.InsertionPoint.current.block.owner.operation
+    while module.name != "builtin.module":
+        module = module.parent.operation
+    module.attributes["ttg.maxnreg"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), registers)
+    return index
