@@ -99,10 +99,13 @@ def run_cases(
     """Returns what came of the cases, in their order; they are compiled side by side and run one at a time."""
     device = Lock()
     progress(0, len(cases))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    try:
         futures = [pool.submit(run_case, case, timed=timed, device=device) for case in cases]
         for done, _ in enumerate(as_completed(futures), start=1):
             progress(done, len(cases))
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupt waits for the cases that run, not for all
     return [future.result() for future in futures]
 
 
