@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy search: edges, multipliers, floors, depth caps and alpha that cost the least under some memory targets.
 
-Coordinate descent from the neutral policy, which is the first trial: what it returns is never worse on the text that it
-was tuned on, and ``confirm`` holds it to that on text that it was not. Every trial is a line of a journal, so a search
-that was stopped goes on where it was, and a finished one is repeated without a single score.
+Coordinate descent from a policy to start with, which is the first trial: what it returns is never worse on the text
+that it was tuned on, and ``confirm`` holds it to that on text that it was not. Every trial is a line of a journal, so a
+search that was stopped goes on where it was, and a finished one is repeated without a single score.
 """
 
 import json
@@ -43,15 +43,15 @@ class SearchResult:
     """What a search found, and why one may believe it.
 
     Attributes:
-      policy: the best one, or the neutral one.
-      neutral, best: their trials on the tuning text.
+      policy: the best one, or the one to start with.
+      first, best: their trials on the tuning text.
       confirmed: ``relative`` of the best policy's on text apart, or None where that was not asked for. Where it is 1 or
-        more, ``policy`` is the neutral one.
+        more, ``policy`` is the one to start with.
       trials: all that were scored, in order.
     """
 
     policy: Policy
-    neutral: Trial
+    first: Trial
     best: Trial
     confirmed: float | None
     trials: tuple[Trial, ...]
@@ -60,17 +60,17 @@ class SearchResult:
         """Returns JSON values for a record of the search."""
         return {
             "trials": len(self.trials),
-            "neutral_scores": list(self.neutral.scores),
+            "first_scores": list(self.first.scores),
             "best_scores": list(self.best.scores),
             "best_policy": asdict(self.best.policy),
-            "relative": relative(self.best.scores, self.neutral.scores),
+            "relative": relative(self.best.scores, self.first.scores),
             "relative_on_other_text": self.confirmed,
         }
 
 
-def relative(scores: Sequence[float], neutral: Sequence[float]) -> float:
-    """Returns the mean over the targets of what a policy costs against the neutral one: 1 is as much."""
-    return float(np.mean(np.asarray(scores) / np.asarray(neutral)))
+def relative(scores: Sequence[float], first: Sequence[float]) -> float:
+    """Returns the mean over the targets of what a policy costs against the first one: 1 is as much."""
+    return float(np.mean(np.asarray(scores) / np.asarray(first)))
 
 
 def search(
@@ -84,7 +84,7 @@ def search(
     rounds: int = 2,
     run: Callable = map,
 ) -> SearchResult:
-    """Returns the policy of the lowest mean cost, relative to the neutral one's, that coordinate descent finds.
+    """Returns the policy of the lowest mean cost, relative to the first one's, that coordinate descent finds.
 
     Each coordinate in turn is set to its best value with all others as they are, until a round changes nothing.
 
@@ -117,24 +117,24 @@ def search(
         trials.update((_key("tune", trial.policy), trial) for trial in tried)
         return tried
 
-    (neutral,) = tune([start])
-    best, best_cost = neutral, 1.0
+    (first,) = tune([start])
+    best, best_cost = first, 1.0
     for _ in range(rounds):
         before = best
         for coordinate in moves:
             for trial in tune([p for p in dict.fromkeys(coordinate(best.policy)) if p != best.policy]):
-                cost = relative(trial.scores, neutral.scores)
+                cost = relative(trial.scores, first.scores)
                 if cost < best_cost - LEAST_GAIN:
                     best, best_cost = trial, cost
         if best is before:
             break
     confirmed = None
-    if confirm is not None and best is not neutral:
+    if confirm is not None and best is not first:
         theirs, ours = measure("confirm", confirm, [start, best.policy])
         confirmed = relative(ours.scores, theirs.scores)
     return SearchResult(
         policy=start if confirmed is not None and confirmed >= 1 else best.policy,
-        neutral=neutral,
+        first=first,
         best=best,
         confirmed=confirmed,
         trials=tuple(trials.values()),

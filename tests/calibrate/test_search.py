@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy search finds what there is, never loses to the neutral policy, and goes on where it was stopped."""
+"""The policy search finds what there is, never loses to the one it starts with, and goes on where it was stopped."""
 
 import json
 from dataclasses import replace
@@ -47,8 +47,8 @@ def test_the_search_finds_the_valley(tmp_path):
     assert result.policy == result.best.policy
     assert (result.policy.alpha, result.policy.stages) == (0.5, (0,))
     assert result.policy.multipliers[-1] / result.policy.multipliers[0] == pytest.approx(4.0, rel=1e-3)
-    assert result.neutral.policy == NEUTRAL
-    assert relative(result.best.scores, result.neutral.scores) == pytest.approx(1 / 1.2, rel=1e-3)
+    assert result.first.policy == NEUTRAL
+    assert relative(result.best.scores, result.first.scores) == pytest.approx(1 / 1.2, rel=1e-3)
     assert len(result.trials) == score.calls  # nothing is scored twice
     evidence = json.loads(json.dumps(result.evidence()))
     assert evidence["relative"] < 1
@@ -59,7 +59,7 @@ def test_targets_count_alike_whatever_their_size():
     assert relative((0.01, 2.0), (0.02, 1.0)) == pytest.approx(1.25)
 
 
-def test_neutral_stays_where_nothing_is_better(tmp_path):
+def test_the_first_stays_where_nothing_is_better(tmp_path):
     flat = search(lambda policy: (0.5,), MOVES, tmp_path / "flat.jsonl", subject="flat")
     assert flat.policy == NEUTRAL
     hill = search(lambda p: (1.0 + (p != NEUTRAL),), MOVES, tmp_path / "hill.jsonl", subject="hill")
