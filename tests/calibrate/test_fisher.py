@@ -20,15 +20,15 @@ from pagedweight_jax.models.transformer import decoder_layer, logits
 from pagedweight_jax.models.weights import MoEWeights, init_weights
 
 
-def whole_model(weights, tokens_S):
-    """(d loss / d embedded tokens, and of every sparse layer F's sums [E, N] of both kinds) by one jax.grad.
+def whole_model(weights, tokens_BS):
+    """By one jax.grad: each sequence's d loss / d embedded tokens, and F's sums [E, N] of every sparse layer and kind.
 
     Every routed pair's linear-block outputs get a term of their own to differentiate by, whatever expert they are of.
     """
-    config, act, T = weights.config, activation(weights.config.hidden_act), len(tokens_S)
+    config, act, T = weights.config, activation(weights.config.hidden_act), tokens_BS.shape[1]
     K, D, F = config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size
 
-    def loss(x_TD, probes):
+    def loss(x_TD, probes, tokens_S):
         ids = []
         for layer, w in enumerate(weights.layers):
 
@@ -48,15 +48,16 @@ def whole_model(weights, tokens_S):
 
     probes = [(jnp.zeros((T, K, 2 * F)), jnp.zeros((T, K, D)))] * config.num_sparse_layers
     with jax.default_matmul_precision("highest"):
-        gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
-        (x_TD, of_probes), ids = gradient(weights.embed_VD[tokens_S], probes)
-    rows = []
-    for kinds, ids_TK in zip(of_probes, ids):
-        sums = [np.zeros((config.num_experts, g_TKN.shape[2])) for g_TKN in kinds]
-        for sum_EN, g_TKN in zip(sums, kinds):
-            np.add.at(sum_EN, np.asarray(ids_TK), np.square(np.asarray(g_TKN, np.float64)))
-        rows.append(sums)
-    return np.asarray(x_TD), rows
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+        of_sequences = [gradient(weights.embed_VD[tokens_S], probes, tokens_S) for tokens_S in tokens_BS]
+    for (x_TD, of_probes), ids in of_sequences:
+        rows = []
+        for kinds, ids_TK in zip(of_probes, ids):
+            sums = [np.zeros((config.num_experts, g_TKN.shape[2])) for g_TKN in kinds]
+            for sum_EN, g_TKN in zip(sums, kinds):
+                np.add.at(sum_EN, np.asarray(ids_TK), np.square(np.asarray(g_TKN, np.float64)))
+            rows.append(sums)
+        yield np.asarray(x_TD), rows
 
 
 def layer_by_layer(weights, tokens_BS):
@@ -93,7 +94,7 @@ def test_gradients_and_rows_are_those_of_the_whole_model(tiny_weights, tiny_conf
         weights = init_weights(config, jax.random.key(3))
     tokens_BS = jnp.asarray(np.random.default_rng(0).integers(0, 128, (2, 24)))
     gradient_BSD, rows = layer_by_layer(weights, tokens_BS)
-    expected = [whole_model(weights, tokens_S) for tokens_S in tokens_BS]
+    expected = list(whole_model(weights, tokens_BS))
     check(gradient_BSD, np.stack([gradient_SD for gradient_SD, _ in expected]))
     assert len(rows) == weights.config.num_sparse_layers
     for layer, squares in enumerate(rows):
