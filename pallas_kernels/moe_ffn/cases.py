@@ -9,8 +9,8 @@ from pallas_kernels.cases import KernelCase
 from pallas_kernels.moe_ffn import arg_specs, reference
 from pallas_kernels.moe_ffn.arg_specs import MoESpec, random_pages, random_tokens
 
-TINY = MoESpec(
-    name="tiny", hidden_size=160, expert_width=96, num_experts=4, top_k=2, frame_words=512, min_bits=2, max_bits=4
+TINY = MoESpec(  # both ways from codes to sums
+    name="tiny", hidden_size=160, expert_width=96, num_experts=4, top_k=2, frame_words=512, min_bits=4, max_bits=5
 )
 
 
