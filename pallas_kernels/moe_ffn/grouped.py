@@ -31,14 +31,14 @@ from pallas_kernels.moe_ffn.grouped_order import (
     order_columns,
     whole_chunks,
 )
-from pallas_kernels.moe_ffn.grouped_weights import Rows
+from pallas_kernels.moe_ffn.grouped_weights import REGISTER_BITS, Rows
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
 FEW_PAIRS = 48
 """Pairs an expert has on average up to which small tiles are better."""
 
 NARROW_BITS = 4
-"""Bitwidths up to this one share a body, whose missing planes are zeros."""
+"""Bitwidths up to this one share a body, as do those whose LUTs are too large for registers."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ class Config:
                 found.append((first, 1 << bit))
                 first += 1 << bit
         return found
+
+
+def planes_for(bits: int, layout: BlockLayout) -> int:
+    """Returns the planes of the body that multiplies blocks of ``bits``; those they do not have are zeros."""
+    planes = layout.max_bits if bits > REGISTER_BITS else max(bits, NARROW_BITS)
+    return max(min(planes, layout.max_bits), 2)
 
 
 def _dot(w_RC, x_TC):
@@ -106,7 +112,7 @@ def grouped_product(
     """
     num_experts, num_rows = frames_EF.shape[0], config.rows
     pairs_per_row = tiles.pairs_P.shape[0] // x_XC.shape[0]
-    bodies = sorted({max(min(NARROW_BITS, layout.max_bits), b, 2) for b in range(layout.min_bits, layout.max_bits + 1)})
+    bodies = sorted({planes_for(bits, layout) for bits in range(layout.min_bits, layout.max_bits + 1)})
 
     def kernel(arena, halves, frames, bits_ref, pairs, expert, firsts, counts, rows, x, out_ref):
         program, tile = pl.program_id(0), pl.program_id(1)
