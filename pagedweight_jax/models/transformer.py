@@ -57,18 +57,16 @@ def decoder_layer(
     top = config.num_experts_per_tok, config.norm_topk_prob
     if w.mlp.shared is None:
         with jax.named_scope("router"):
-            m_TD, weights_TK, ids_TK = norm_and_route(x_TD, *routing, *top, **which)
+            m_TD, weights_TK, ids_TK = norm_and_route(x_TD, *routing, *top, first_T=first_T, **which)
         with jax.named_scope("experts"):
-            ids_TK = ids_TK if first_T is None else ids_TK + first_T[:, None]
             carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
         return carry, x_TD + y_TD.astype(x_TD.dtype)
     with jax.named_scope("router"):
         shared = w.mlp.shared.gate_DF, w.mlp.shared.up_DF, w.mlp.shared_gate_D
         m_TD, weights_TK, ids_TK, h_TF, factor_T1 = norm_route_and_gate(
-            x_TD, *routing, *top, shared, activation=config.hidden_act, **which
+            x_TD, *routing, *top, shared, activation=config.hidden_act, first_T=first_T, **which
         )
     with jax.named_scope("experts"):
-        ids_TK = ids_TK if first_T is None else ids_TK + first_T[:, None]
         carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
     with jax.named_scope("shared_expert"):
         down_FD = w.mlp.shared.down_FD

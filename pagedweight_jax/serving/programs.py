@@ -2,7 +2,10 @@
 """The engine's programs, compiled before anything is allocated, so that their temporaries are in the ledger."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +82,22 @@ def compile_programs(
         "assign_row": lambda: steps.assign_row.lower(state, scalar, *sampling),
         "publish": lambda: steps.publish_frames.lower(state.page_map, update, update),
     }
-    compiled = {}
-    for name, lower in lowered.items():
-        progress("compile", len(compiled), len(lowered) + 1)
-        compiled[name] = lower().compile()
 
     def land(kind: int, page: int):
         layout = (geometry.gate_up, geometry.down)[kind]
         one = jax.ShapeDtypeStruct((layout.page_frames(page), layout.frame_words), jnp.uint32)
         frames = jax.ShapeDtypeStruct((batch_pages, layout.page_frames(page)), jnp.int32)
-        return steps.land_pages.lower(state.arena_AW, [one] * batch_pages, frames, **which).compile()
+        return steps.land_pages.lower(state.arena_AW, [one] * batch_pages, frames, **which)
 
-    progress("compile", len(compiled), len(lowered) + 1)
-    pages = range(geometry.gate_up.min_bits, geometry.gate_up.max_bits)
-    landing = {(kind, page): land(kind, page) for kind in range(len(KINDS)) for page in pages}
-    progress("compile", len(lowered) + 1, len(lowered) + 1)
+    pages = product(range(len(KINDS)), range(geometry.gate_up.min_bits, geometry.gate_up.max_bits))
+    lowered |= {place: partial(land, *place) for place in pages}
+    progress("compile", 0, len(lowered))
+    with ThreadPoolExecutor() as pool:  # compiling needs no interpreter, lowering does
+        compiling = {name: pool.submit(lower().compile) for name, lower in lowered.items()}
+        compiled = {}
+        for name, program in compiling.items():
+            compiled[name] = program.result()
+            progress("compile", len(compiled), len(lowered))
+    landing = {name: program for name, program in compiled.items() if isinstance(name, tuple)}
+    compiled = {name: program for name, program in compiled.items() if isinstance(name, str)}
     return Programs(**compiled, land=landing)
