@@ -42,6 +42,7 @@ COPY_BYTES_PER_SECOND = 4.3e12
 FRAME_WORDS = 4096
 MIN_BITS, MAX_BITS = 3, 8
 PREFILL_CALLS = 3
+SHOWN_KERNELS = 32
 TARGETS = {1: 660, 4: 1650, 16: 3000, "prefill": 40_000}
 
 
@@ -213,7 +214,7 @@ def print_kernels(kernels, busy, elapsed, num_steps: int, num_layers: int) -> No
         f"busy {busy / num_steps:.0f} us of {elapsed / num_steps:.0f} us a step, "
         f"gaps {(elapsed - busy) / max(1, launches):.2f} us a kernel"
     )
-    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1])[:32]:
+    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1])[:SHOWN_KERNELS]:
         print(f"    {us / num_steps:8.1f} us a step {count / num_steps:7.1f} x {us / count:7.2f} us  {name[:90]}")
 
 
@@ -325,7 +326,8 @@ class Case:
         if arguments.profile:
             kernels, busy_us, elapsed_us = profile_kernels(run, f"{arguments.profile}/{name}-{self.rows}")
             print_kernels(kernels, busy_us, elapsed_us, num_steps, self.config.num_layers)
-            record["kernels"] = {name: (n / num_steps, us / num_steps) for name, (n, us) in kernels.items()}
+            longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:SHOWN_KERNELS]
+            record["kernels"] = {name: (n / num_steps, us / num_steps) for name, (n, us) in longest}
             record["busy_us"], record["elapsed_us"] = busy_us / num_steps, elapsed_us / num_steps
         append_result(arguments.out, name, common | record)
 
