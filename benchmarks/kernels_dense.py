@@ -30,7 +30,7 @@ from jax import lax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from record import append_result
+from record import Results, append_result
 
 from pallas_kernels.dense import pallas_triton, reference
 from pallas_kernels.dense.columns import Cut
@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="other program sizes, too")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels_dense.jsonl")
     options = parser.parse_args()
-    start = time.perf_counter()
+    start, results = time.perf_counter(), Results(options.out)
     jobs = [
         Job(op=op, tokens=tokens, cut=cut)
         for op in OPS
@@ -298,7 +298,7 @@ def main() -> int:
         if ON_GPU:
             how = "xla" if job.cut == "xla" else f"triton {job.cut}".strip()
             record = {"what": job.op.name, "tokens": job.tokens, "how": how, "us": us, "gb_s": rate, "error": error}
-            append_result(options.out, "kernels_dense", record)
+            append_result(results, "kernels_dense", record)
     return int(failed)
 
 
