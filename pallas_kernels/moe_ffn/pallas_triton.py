@@ -38,7 +38,7 @@ from pallas_kernels.tuning import tuned
 KERNEL = "moe_ffn"
 """Its name in the table of block sizes."""
 
-SUMMED_BITS = 4
+SUMMED_BITS = 5
 """The largest bitwidth that is summed by code; look-up costs the same for all, sums double with every bit."""
 
 PAIRS_AT_ONCE = 2
