@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from aot_h200 import DUMP, compile_for_h200, resources
+from aot_h200 import DUMP, SPILLED_BYTES, compile_for_h200, resources
 
 # isort: split
 # JAX reads what aot_h200 sets when it is imported, so these imports stand below it.
@@ -31,9 +31,6 @@ from pagedweight_jax.serving import steps
 ARENA_BYTES = 9 << 30
 MOST_TEMPORARY_SHARE = 0.1
 """Of the arena; a copy of it would be more."""
-
-SPILLED_BYTES = 64
-"""A kernel may spill as much as that."""
 
 LAUNCH = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?\s(?:fusion|custom-call|copy|sort|reduce|dot)\(")
 
