@@ -26,6 +26,9 @@ SLICES = 16
 PROGRAM_SLICES = 4
 """Slices that a program packs."""
 
+INFINITY = 0x7F800000
+"""The bits of float32's."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -107,6 +110,8 @@ def slice_columns(
 ) -> Slices:
     """Returns the bit-slices of the rows of ``x_XC``; rows that are not used are zeros, whatever they hold.
 
+    The unit of a row that holds an infinity or a NaN is NaN, and so is whatever comes of it.
+
     One program packs a few slices of one chunk of one row.
 
     Args:
@@ -127,12 +132,13 @@ def slice_columns(
         c = jnp.arange(pl.next_power_of_2(columns), dtype=jnp.int32)
         in_use = ids[0][row] < num_ids if ids else True
         x_C = load(x.at[row, c], mask=(c < columns) & in_use, other=0.0).astype(jnp.float32)
-        largest = jnp.maximum(jnp.max(jnp.abs(x_C)), jnp.float32(2.0**-60))
-        s = bits - 2 - ((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127)
+        # As integers, absolute values are in the same order and what is not finite is the largest: no maximum drops it.
+        largest = jnp.max(lax.bitcast_convert_type(x_C, jnp.int32) & 0x7FFFFFFF)
+        s = bits - 2 - (jnp.maximum(largest >> 23, 127 - 60) - 127)
 
         @pl.when((chunk == 0) & (group == 0))
         def _():
-            unit_out[row] = _power_of_two(-s)
+            unit_out[row] = jnp.where(largest < INFINITY, _power_of_two(-s), jnp.float32(jnp.nan))
             square_out[row] = jnp.sum(x_C * x_C)
 
         j, w = jnp.arange(32, dtype=jnp.int32)[:, None], jnp.arange(WORDS, dtype=jnp.int32)[None, :]

@@ -79,6 +79,18 @@ def test_rows_that_are_not_used_are_zeros(interpret):
     np.testing.assert_array_equal(slices.square_X, [0.0, 160.0, 0.0])
 
 
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_says_so_and_no_other_does(odd, dtype, interpret):
+    layout = layout_of(160)
+    x = np.ones((3, 160), np.float32)
+    x[1, 77] = odd
+    slices = sliced(jnp.asarray(x, dtype), layout, interpret)
+    np.testing.assert_array_equal(np.isnan(slices.unit_X), [False, True, False])
+    np.testing.assert_array_equal(join(slices, layout)[[0, 2]], np.ones((2, 160)))
+
+
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_runs_cover_every_word_once(columns):
     layout = layout_of(columns)
