@@ -70,6 +70,17 @@ def test_every_range_of_bits_and_size_of_frame(min_bits, max_bits, frame_words, 
 
 
 @pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(("hidden_size", "expert_width"), [(2816, 32), (32, 1408)], ids=["gate_up", "down"])
+def test_rows_of_several_chunks(hidden_size, expert_width, interpret):
+    sizes = {"hidden_size": hidden_size, "expert_width": expert_width, "frame_words": 1024}
+    spec = dataclasses.replace(TINY, num_experts=2, **sizes)
+    arena, pages = random_pages(spec, np.array([[3, 6], [6, 4]]))
+    tokens = random_tokens(spec, 3)
+    found = run(arena, pages, *tokens, interpret=interpret)
+    assert_equal(found, define(arena, pages, *tokens, activation="silu"))
+
+
+@pytest.mark.parametrize("interpret", MODES)
 def test_a_row_depends_on_no_other_row(interpret):
     arena, pages = random_pages(TINY, mixed_bits(1))
     m_TD, ids_TK, weights_TK = random_tokens(TINY, 4)
