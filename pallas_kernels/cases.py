@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is held to its definition on: the rows of ``pagedweight selftest``, listed by each kernel's ``cases``."""
+"""What a kernel is held to its definition on: the rows of ``pagedweight selftest``, from each kernel's ``cases``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
