@@ -18,7 +18,7 @@ import numpy as np
 from random_checkpoint import RandomCheckpoint, qwen_moe_config
 from record import append_result
 
-from pagedweight_jax.config import IMPLEMENTATIONS, PlannerConfig, ServeConfig
+from pagedweight_jax.config import PlannerConfig, ServeConfig
 from pagedweight_jax.paging import table as pt
 from pagedweight_jax.paging.arena import WEIGHT
 from pagedweight_jax.serving.engine import Engine
@@ -26,6 +26,7 @@ from pagedweight_jax.serving.implementation import default_implementation
 from pagedweight_jax.serving.loading import budget_bytes
 from pagedweight_jax.serving.request import SamplingParams
 from pagedweight_jax.units import format_size
+from pallas_kernels.implementation import IMPLEMENTATIONS
 
 GIB = 1 << 30
 PARTS = ("trade", "overlap", "parity")

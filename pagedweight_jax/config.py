@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Literal
 
 from pagedweight_jax.errors import UserError
+from pallas_kernels.implementation import IMPLEMENTATIONS
 
 GATE_UP, DOWN = 0, 1
 """The linear-block kinds u: indices of every axis U."""
@@ -14,10 +15,6 @@ KINDS = ("gate_up", "down")
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights are computed in, and what the KV cache holds."""
-
-IMPLEMENTATIONS = ("xla", "triton")
-"""What the steps run on: plain JAX, the definition, or Pallas kernels for NVIDIA GPUs."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

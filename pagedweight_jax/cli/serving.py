@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pagedweight_jax.cli.common import print_json, progress_bars
-from pagedweight_jax.config import IMPLEMENTATIONS, ServeConfig
+from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.units import format_size, parse_size
+from pallas_kernels.implementation import IMPLEMENTATIONS
 
 PRESSURE_BATCH = 16
 """Windows that a dynamic policy is scored on together."""

@@ -5,8 +5,9 @@ import re
 
 import jax
 
-from pagedweight_jax.config import IMPLEMENTATIONS, ModelConfig
+from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.errors import UserError
+from pallas_kernels.implementation import IMPLEMENTATIONS
 
 LEAST_CAPABILITY = (8, 0)
 """CUDA compute capability that has the kernels' tensor core instructions."""

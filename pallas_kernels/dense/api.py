@@ -8,20 +8,8 @@ to 64, a row's result depends neither on their number nor on the others.
 
 import jax
 
-from pallas_kernels.dense import reference
+from pallas_kernels.implementation import module_of
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
-
-IMPLEMENTATIONS = ("xla", "triton")
-
-
-def _module(implementation: str):
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "xla":
-        return reference
-    from pallas_kernels.dense import pallas_triton  # JAX may be without Triton: ask only when it is wanted
-
-    return pallas_triton
 
 
 def _check_shapes(x: jax.Array, *weights: jax.Array) -> None:
@@ -53,7 +41,7 @@ def project(
     """
     _check_shapes(x_TD, *weights)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
-    return _module(implementation).project(x_TD, tuple(weights), norm_D, eps, biases)
+    return module_of(__package__, implementation).project(x_TD, tuple(weights), norm_D, eps, biases)
 
 
 def project_add(
@@ -81,7 +69,7 @@ def project_add(
       ValueError: an unknown implementation, or shapes that do not agree.
     """
     _check_shapes(h_TC, w_CD)
-    return _module(implementation).project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
+    return module_of(__package__, implementation).project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
 
 
 def gated(
@@ -109,7 +97,7 @@ def gated(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
     _check_shapes(x_TD, gate_DF, up_DF)
-    return _module(implementation).gated(x_TD, gate_DF, up_DF, activation, norm_D, eps)
+    return module_of(__package__, implementation).gated(x_TD, gate_DF, up_DF, activation, norm_D, eps)
 
 
 def logits(x_TD: jax.Array, head: jax.Array, *, transposed: bool = False, implementation: str = "xla") -> jax.Array:
@@ -126,4 +114,4 @@ def logits(x_TD: jax.Array, head: jax.Array, *, transposed: bool = False, implem
     """
     if x_TD.shape[-1] != head.shape[1 if transposed else 0]:
         raise ValueError(f"shapes disagree: rows {x_TD.shape}, head {head.shape}, transposed {transposed}")
-    return _module(implementation).logits(x_TD, head, transposed)
+    return module_of(__package__, implementation).logits(x_TD, head, transposed)

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.expert_trace import reference
-
-IMPLEMENTATIONS = ("xla", "triton")
+from pallas_kernels.implementation import module_of
 
 
 def pack_trace(
@@ -39,16 +37,10 @@ def pack_trace(
     Raises:
       ValueError: an unknown implementation, or lists of different lengths.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    run = module_of(__package__, implementation).pack_trace
     if not len(ids) == len(weights) == len(inputs) == len(h_squares) == len(firsts):
         counts = ", ".join(str(len(values)) for values in (ids, weights, inputs, h_squares, firsts))
         raise ValueError(f"ids, weights, inputs, squares and firsts of {counts} layers")
-    run = reference.pack_trace
-    if implementation == "triton":
-        from pallas_kernels.expert_trace import pallas_triton  # JAX may be without Triton: ask only when it is wanted
-
-        run = pallas_triton.pack_trace
     return run(tuple(ids), tuple(weights), tuple(inputs), tuple(h_squares), tuple(firsts), num_experts)
 
 

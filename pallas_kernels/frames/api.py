@@ -4,19 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.frames import reference
-
-IMPLEMENTATIONS = ("xla", "triton")
-
-
-def _module(implementation: str):
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "xla":
-        return reference
-    from pallas_kernels.frames import pallas_triton  # JAX may be without Triton: ask only when it is wanted
-
-    return pallas_triton
+from pallas_kernels.implementation import module_of
 
 
 def gather_frames(arena_AW: jax.Array, frames_N: jax.Array, *, implementation: str = "xla") -> jax.Array:
@@ -30,7 +18,7 @@ def gather_frames(arena_AW: jax.Array, frames_N: jax.Array, *, implementation: s
     Raises:
       ValueError: an unknown implementation.
     """
-    return _module(implementation).gather_frames(arena_AW, frames_N.astype(jnp.int32))
+    return module_of(__package__, implementation).gather_frames(arena_AW, frames_N.astype(jnp.int32))
 
 
 def scatter_frames(
@@ -51,4 +39,4 @@ def scatter_frames(
         raise ValueError(
             f"shapes disagree: {frames_N.shape} frames, staged {staged_NW.shape}, arena {arena_AW.shape}"
         )
-    return _module(implementation).scatter_frames(arena_AW, staged_NW, frames_N.astype(jnp.int32))
+    return module_of(__package__, implementation).scatter_frames(arena_AW, staged_NW, frames_N.astype(jnp.int32))

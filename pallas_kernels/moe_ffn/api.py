@@ -4,10 +4,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.moe_ffn import reference
+from pallas_kernels.implementation import module_of
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
-
-IMPLEMENTATIONS = ("xla", "triton")
 
 DECODE_TOKENS = 64
 """More tokens than these are a prefill chunk: products grouped over experts, with other sums than a decode step's."""
@@ -48,11 +46,7 @@ def moe_ffn(
             f"shapes disagree: inputs {m_TD.shape}, gate_up {pages.gate_up.rows} x {pages.gate_up.columns}, "
             f"down {pages.down.rows} x {pages.down.columns}"
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    run = reference.moe_ffn
-    if implementation == "triton":
-        from pallas_kernels.moe_ffn import grouped, pallas_triton  # JAX may be without Triton: only when it is wanted
-
-        run = pallas_triton.moe_ffn if m_TD.shape[0] <= DECODE_TOKENS else grouped.moe_ffn
-    return run(arena_AW, pages, m_TD, ids_TK.astype(jnp.int32), weights_TK, activation)
+    module = module_of(__package__, implementation)
+    if implementation == "triton" and m_TD.shape[0] > DECODE_TOKENS:
+        from pallas_kernels.moe_ffn import grouped as module  # JAX may be without Triton: only when it is wanted
+    return module.moe_ffn(arena_AW, pages, m_TD, ids_TK.astype(jnp.int32), weights_TK, activation)

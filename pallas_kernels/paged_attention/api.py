@@ -4,20 +4,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.implementation import module_of
 from pallas_kernels.paged_attention.layout import KVLayout
-
-IMPLEMENTATIONS = ("xla", "triton")
-
-
-def _module(implementation: str):
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "xla":
-        return reference
-    from pallas_kernels.paged_attention import pallas_triton  # JAX may be without Triton: ask only when it is wanted
-
-    return pallas_triton
 
 
 def write_kv(
@@ -44,7 +32,7 @@ def write_kv(
     Raises:
       ValueError: an unknown implementation.
     """
-    run = _module(implementation).write_kv
+    run = module_of(__package__, implementation).write_kv
     return run(arena_AW, frames_TF.astype(jnp.int32), slots_T.astype(jnp.int32), k_TJM, v_TJM, layout)
 
 
@@ -68,7 +56,7 @@ def rotate_and_write_kv(
     Args: as of ``write_kv``, with q and k before rope, and
       cos_TR, sin_TR: float32[T, M/2], of each token's angles: the same for all layers of one frequency.
     """
-    run = _module(implementation).rotate_and_write_kv
+    run = module_of(__package__, implementation).rotate_and_write_kv
     frames_TF, slots_T = frames_TF.astype(jnp.int32), slots_T.astype(jnp.int32)
     return run(arena_AW, frames_TF, slots_T, cos_TR, sin_TR, q_THM, k_TJM, v_TJM, layout)
 
@@ -108,6 +96,6 @@ def paged_attention(
     Raises:
       ValueError: an unknown implementation.
     """
-    run = _module(implementation).paged_attention
+    run = module_of(__package__, implementation).paged_attention
     positions_BT, table_BGF = positions_BT.astype(jnp.int32), table_BGF.astype(jnp.int32)
     return run(arena_AW, q_BTHM, positions_BT, table_BGF, layout, scale, window, soft_cap, dtype)

@@ -6,20 +6,8 @@
 
 import jax
 
+from pallas_kernels.implementation import module_of
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
-from pallas_kernels.routing import reference
-
-IMPLEMENTATIONS = ("xla", "triton")
-
-
-def _module(implementation: str):
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "xla":
-        return reference
-    from pallas_kernels.routing import pallas_triton  # JAX may be without Triton: ask only when it is wanted
-
-    return pallas_triton
 
 
 def _check(x_TD: jax.Array, k: int, norm_D: jax.Array, router_DE: jax.Array, *others: jax.Array) -> None:
@@ -58,7 +46,7 @@ def norm_and_route(
       ValueError: an unknown implementation, shapes that do not agree, or a k out of range.
     """
     _check(x_TD, k, norm_D, router_DE)
-    return _module(implementation).norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise, first_T)
+    return module_of(__package__, implementation).norm_and_route(x_TD, norm_D, eps, router_DE, k, renormalise, first_T)
 
 
 def norm_route_and_gate(
@@ -86,5 +74,5 @@ def norm_route_and_gate(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
     _check(x_TD, k, norm_D, router_DE, *shared)
-    run = _module(implementation).norm_route_and_gate
+    run = module_of(__package__, implementation).norm_route_and_gate
     return run(x_TD, norm_D, eps, router_DE, k, renormalise, shared, activation, first_T)
