@@ -15,7 +15,6 @@ in a CUDA graph with the same ids.
 import argparse
 import json
 import re
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -31,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernels_inputs import (
     CASES,
-    REPETITIONS,
     Case,
     Inputs,
+    graph_us,
     kernel_times,
     loop,
     lower_layer,
@@ -128,23 +127,7 @@ def peers(case: Case, ids_STK: np.ndarray) -> dict[str, float]:
     results = {}
     for name, call in (("torch grouped_mm", grouped), ("cuBLAS per expert", per_expert)):
         try:
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                call(*sorts[0])
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for sort in sorts:
-                    call(*sort)
-            times = []
-            for _ in range(REPETITIONS + 2):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(start.elapsed_time(end) * 1e3)
-            results[name] = statistics.median(times[2:]) / len(sorts)
+            results[name] = graph_us(call, sorts)
         except Exception as error:  # a peer that this PyTorch lacks must not lose the rest
             print("no peer", name, repr(error)[:200])
     return results

@@ -149,6 +149,29 @@ def kernel_times(run, args, calls: int) -> dict[str, float]:
     return {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1]) if us > 0.1}
 
 
+def graph_us(call, argument_lists: list[tuple]) -> float:
+    """Returns the microseconds of a PyTorch call in a CUDA graph of one call per list of arguments, median."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(*argument_lists[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for arguments in argument_lists:
+            call(*arguments)
+    times = []
+    for _ in range(REPETITIONS + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:]) / len(argument_lists)
+
+
 def relative_error(out, ref) -> float:
     out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))

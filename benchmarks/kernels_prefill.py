@@ -26,14 +26,14 @@ from jax import lax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kernels_inputs import pages_of, random_arena, relative_error
+from kernels_inputs import REPETITIONS, graph_us, pages_of, random_arena, relative_error
 from record import append_result
 
 from pallas_kernels.moe_ffn import grouped, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
 from pallas_kernels.moe_ffn.grouped_order import make_tiles, order_columns
 
-TOKENS, SETS, ROUNDS, REPETITIONS = 2048, 3, 3, 21
+TOKENS, SETS, ROUNDS = 2048, 3, 3
 WIDTHS = 2, 3, 4, 5, 6, 7, 8
 
 
@@ -127,23 +127,7 @@ def peers(spec: MoESpec, ids_STK: np.ndarray) -> dict[tuple[str, str], float]:
     results = {}
     for way, call in ways.items():
         try:
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                call(*sorts[0])
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for sort in sorts:
-                    call(*sort)
-            times = []
-            for _ in range(REPETITIONS + 2):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(start.elapsed_time(end) * 1e3)
-            results[way] = statistics.median(times[2:]) / SETS
+            results[way] = graph_us(call, sorts)
         except Exception as error:  # a peer that this PyTorch lacks must not lose the rest
             print("no peer", *way, repr(error)[:200])
     return results
