@@ -70,7 +70,8 @@ def flat(tmp_path_factory, tiny_config) -> Tiny:
 def flat_engine(flat):
     """A dynamic engine over ``flat``, idle between tests: contexts of 96 tokens, chunks and KV blocks of 16.
 
-    Its cache is float32: a preempted request's tokens come back through prefill, which rounds other than decode does.
+    All is float32, also on a GPU: a preempted request's tokens come back through prefill, and blocks of other bits
+    through other sums, both of which round otherwise in bfloat16.
     """
     config = ServeConfig(
         memory_bytes=8 << 20,  # beside this the estimate of temporaries wastes little, so programs are compiled once
@@ -78,6 +79,7 @@ def flat_engine(flat):
         max_model_len=96,
         prefill_chunk_tokens=16,
         steps_per_call=4,
+        dtype="float32",
         kv_dtype="float32",
         planner=PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=1, hysteresis_boundaries=1),
     )

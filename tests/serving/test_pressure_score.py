@@ -23,6 +23,7 @@ CONFIG = ServeConfig(
     max_model_len=WINDOW_TOKENS,
     prefill_chunk_tokens=CHUNK_TOKENS,
     steps_per_call=4,
+    dtype="float32",
     kv_dtype="float32",
     planner=PlannerConfig(low_watermark_blocks=0, high_watermark_blocks=1, hysteresis_boundaries=1),
 )

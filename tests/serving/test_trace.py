@@ -156,13 +156,14 @@ def test_what_a_token_that_is_not_there_holds_counts_nothing():
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    """Dynamic and with room for all, so at 6 bits; its cache is float32, for a recount."""
+    """Dynamic and with room for all, so at 6 bits; float32 on a GPU, too, for a recount."""
     config = ServeConfig(
         memory_bytes=8 << 20,
         max_num_seqs=3,
         max_model_len=64,
         prefill_chunk_tokens=CHUNK,
         steps_per_call=4,
+        dtype="float32",
         kv_dtype="float32",
     )
     engine = Engine(tiny.checkpoint, config)
