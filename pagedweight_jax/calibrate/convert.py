@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a Hugging Face folder to a paged checkpoint, one layer in memory at a time; resumable."""
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.draft import Draft, open_draft
 from pagedweight_jax.checkpoint.manifest import PagedManifest
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progress, open_checkpoint
+from pagedweight_jax.models.weights import LayerWeights
 
 
 def convert(
@@ -33,8 +36,8 @@ def run(
 
     Layer follows layer, the embedding first: its experts see the calibration tokens, are quantized and written, and the
     hidden states that leave it are kept for the next one. Fisher rows, if asked for, are measured before that (see
-    ``sweep``). A finished layer is never done again: after an interruption or on a full disk, the same job goes on from
-    ``out``.partial.
+    ``sweep``). The disk works beside that: it writes the layer before, then reads the layer behind. A finished layer is
+    never done again: after an interruption or on a full disk, the same job goes on from ``out``.partial.
 
     Args:
       job: what ``prepare`` returned.
@@ -66,35 +69,53 @@ def _step(layer: int) -> str:
     return f"layer-{layer:04d}"
 
 
+def _embed(draft: Draft, job: Job, hidden: HiddenStates, watch: Stopwatch) -> None:
+    """Finishes what is no layer's: embedding, final norm and head are written, the tokens embedded."""
+    with watch("read"):
+        outer = hf.read_outer(job.source)
+    with hidden.write(0) as emit:
+        for tokens_S in job.sequences_NS:
+            emit(outer.embed_VD[tokens_S])
+    dense = {f"dense/{name}": leaf for name, leaf in named_leaves(outer).items()}
+    with watch("write"):
+        draft.commit("outer", [dense], {})
+
+
 def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch) -> None:
     """Finishes every layer that is not finished yet."""
-    config, source, sequences_NS = job.manifest.config, job.source, job.sequences_NS
-    shape_NSD = (*sequences_NS.shape, config.hidden_size)
-    hidden = HiddenStates(draft.scratch, shape_NSD, source.shapes.embed_VD.dtype, job.ram_bytes)
+    config, with_fisher = job.manifest.config, job.manifest.calibration.importance == "fisher"
+    shape_NSD = (*job.sequences_NS.shape, config.hidden_size)
+    hidden = HiddenStates(draft.scratch, shape_NSD, job.source.shapes.embed_VD.dtype, job.ram_bytes)
     if not draft.finished("outer"):
-        with watch("read"):
-            outer = hf.read_outer(source)
-        with hidden.write(0) as emit:
-            for tokens_S in sequences_NS:
-                emit(outer.embed_VD[tokens_S])
-        dense = {f"dense/{name}": leaf for name, leaf in named_leaves(outer).items()}
-        with watch("write"):
-            draft.commit("outer", [dense], {})
-        del outer, dense
-    with_fisher = job.manifest.calibration.importance == "fisher"
+        _embed(draft, job, hidden, watch)
     if with_fisher and not draft.finished(_step(0)):
         sweep(draft, job, hidden, progress, watch)
-    for layer in range(config.num_layers):
-        if not draft.finished(_step(layer)):
-            with watch("read"):
-                w = hf.read_layer(source, layer)
-            fisher = fisher_rows(draft, layer) if with_fisher else {}
-            arrays = convert_layer(w, job.manifest, layer, hidden, fisher, MIN_TOKENS, progress, watch)
-            del w
+    computed = deque()
+
+    def write_and_read(following: int | None) -> LayerWeights | None:
+        while computed:
+            layer, arrays = computed.popleft()
             with watch("write"):
                 draft.commit(_step(layer), *arrays)
             del arrays
-        hidden.drop_before(layer + 1)
+            hidden.drop_before(layer + 1)
+        if following is None:
+            return None
+        with watch("read"):
+            return hf.read_layer(job.source, following)
+
+    layers = [layer for layer in range(config.num_layers) if not draft.finished(_step(layer))]
+    with ThreadPoolExecutor(1) as disk:  # it writes, then reads: beside the layer at hand, one is in memory
+        turn = disk.submit(write_and_read, layers[0] if layers else None)
+        for layer, following in zip(layers, [*layers[1:], None]):
+            w = turn.result()
+            turn = disk.submit(write_and_read, following)
+            fisher = fisher_rows(draft, layer) if with_fisher else {}
+            arrays = convert_layer(w, job.manifest, layer, hidden, fisher, MIN_TOKENS, progress, watch)
+            computed.append((layer, arrays))
+            del w, arrays
+        turn.result()
+        write_and_read(None)
 
 
 def _finish_calibration(draft: Draft, manifest: PagedManifest) -> np.ndarray:

@@ -87,8 +87,8 @@ class Costs:
       read_bytes: the source's weights.
       pages_bytes: the checkpoint's pages.
       dense_bytes: its other weights.
-      hidden_bytes: the hidden states of all calibration tokens; twice this is on the disk while a layer runs, and once
-        for each layer and twice more (gradients) while Fisher rows are measured.
+      hidden_bytes: the hidden states of all calibration tokens; three times this is on the disk while a layer runs, and
+        once for each layer and twice more (gradients) while Fisher rows are measured.
       hidden_in_memory: they are held in memory as well, else mapped.
       layer_bytes: the weights of the largest layer.
       disk_bytes: the most that the conversion takes on the disk.
@@ -180,9 +180,11 @@ def costs(job: Job) -> Costs:
     S = job.sequences_NS.shape[1]
     attention_bytes = 2 * BATCH_SEQUENCES * config.num_heads * S * S * 4  # scores and probabilities
     on_gpu = jax.default_backend() == "gpu"
-    # The layer as it was read and, without a GPU, as XLA has it; then codes, LUTs, what packs them, and pages.
-    running_bytes = layer_bytes + (0 if on_gpu else layer_bytes + attention_bytes)
-    quantizing_bytes = layer_bytes + 4 * max(kind_weights) + layer_pages_bytes
+    # The layer as it was read and, without a GPU, as XLA has it; then codes, LUTs, what packs them, and pages. Beside
+    # that the disk has the pages of the layer before, then the layer behind.
+    at_the_disk_bytes = max(layer_bytes, layer_pages_bytes)
+    running_bytes = at_the_disk_bytes + layer_bytes + (0 if on_gpu else layer_bytes + attention_bytes)
+    quantizing_bytes = at_the_disk_bytes + layer_bytes + 4 * max(kind_weights) + layer_pages_bytes
     block_bytes = QUANTIZER_BYTES * max(layout.rows * layout.columns for layout in layouts)
     device_bytes = max(layer_bytes + attention_bytes, 6 * max(kind_weights) + block_bytes)
     outer_bytes = _nbytes(replace(shapes, layers=()))
@@ -190,7 +192,7 @@ def costs(job: Job) -> Costs:
     head_bytes = with_fisher * 4 * 4 * CHUNK_TOKENS * config.vocab_size  # logits, probabilities and their gradients
     device_bytes = max(device_bytes, with_fisher * (outer_bytes + head_bytes))
     top_bytes = 2 * outer_bytes + head_bytes  # once more to transpose, to save and to differentiate
-    scratch_bytes = hidden_bytes * (config.num_layers + 3 if with_fisher else 2)
+    scratch_bytes = hidden_bytes * (config.num_layers + 3 if with_fisher else 3)
     return Costs(
         read_bytes=_nbytes(shapes) * (3 if with_fisher else 1),
         pages_bytes=pages_bytes,

@@ -4,6 +4,7 @@
 import hashlib
 import json
 import shutil
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pagedweight_jax.calibrate import convert as conversion
 from pagedweight_jax.calibrate.any_precision import dequantize, quantize
 from pagedweight_jax.calibrate.convert import convert
 from pagedweight_jax.calibrate.sensitivity import sensitivity
 from pagedweight_jax.calibrate.text import choose_sequences, tokenize
+from pagedweight_jax.checkpoint.draft import Draft
 from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
 from pagedweight_jax.config import DOWN, GATE_UP
@@ -157,6 +160,38 @@ def test_progress_counts_every_stage_to_its_end(hf_folder, tmp_path):
 
     convert(hf_folder, tmp_path / "out", report=silent, progress=progress, **SMALL)
     assert last == {"calibrate": (16, 16), "quantize": (4, 4)}
+
+
+def test_the_disk_works_beside_the_arithmetic_and_holds_one_layer(
+    save_hf, save_tokenizer, hf_folder, tmp_path, monkeypatch
+):
+    """Layer 2 is not read before layer 0 is written, but layer 1 while layer 0 is computed."""
+    folder, events, arrived = tmp_path / "hf", [], [threading.Event() for _ in range(3)]
+    save_hf(folder, num_hidden_layers=3)
+    save_tokenizer(folder)
+    read_layer, convert_layer, commit = conversion.hf.read_layer, conversion.convert_layer, Draft.commit
+
+    def read(source, layer):
+        w = read_layer(source, layer)
+        events.append(f"read {layer}")
+        arrived[layer].set()
+        return w
+
+    def compute(w, manifest, layer, *arguments):
+        assert arrived[min(layer + 1, 2)].wait(timeout=60), "the next layer is not read meanwhile"
+        return convert_layer(w, manifest, layer, *arguments)
+
+    def write(draft, step, *arguments):
+        commit(draft, step, *arguments)
+        events.append(f"wrote {step}")
+
+    monkeypatch.setattr(conversion.hf, "read_layer", read)
+    monkeypatch.setattr(conversion, "convert_layer", compute)
+    monkeypatch.setattr(Draft, "commit", write)
+    text = hf_folder / "text" / "calibration.txt"
+    assert verify(convert(folder, tmp_path / "out", text=text, report=silent, **SMALL | {"bits": (3, 3)}).path) == []
+    layers = ["read 0", "read 1", "wrote layer-0000", "read 2", "wrote layer-0001", "wrote layer-0002"]
+    assert events == ["wrote outer", *layers, "wrote calibration"]
 
 
 # ---- refusals ----

@@ -136,7 +136,7 @@ def test_another_importance_is_another_conversion(folder, options, plain, tmp_pa
     dear = costs(prepare(folder, tmp_path / "out", importance="fisher", **options))
     cheap = costs(prepare(folder, tmp_path / "out", **options))
     assert dear.read_bytes == 3 * cheap.read_bytes
-    assert dear.disk_bytes - cheap.disk_bytes == 4 * cheap.hidden_bytes
+    assert dear.disk_bytes - cheap.disk_bytes == 3 * cheap.hidden_bytes
     assert open_checkpoint(plain.path).manifest.calibration.importance == "inputs"
 
 
