@@ -58,7 +58,7 @@ class Op:
       others: tokens -> the (shape, dtype) of further arrays.
       sets, turns: sets of weights, and how often a loop's body takes all of them.
       chained: whether the result is the next call's x.
-      cuts: of the sweep, as columns, depth, ways, warps, stages.
+      cuts: of the sweep, as columns, depth, stretches, warps, stages.
     """
 
     name: str
@@ -144,7 +144,7 @@ OPS = [
         weights=((F, D),),
         width=F,
         others=lambda T: (((T, D), BF16), ((T, 1), F32), ((T, D), F32)),
-        cuts="16,256,2,1,5 16,512,1,2,5 32,256,1,2,6 32,512,1,2,4",
+        cuts="16,512,1,2,5 32,256,1,2,6 32,512,1,2,4",
     ),
     Op(
         name="head",
@@ -180,7 +180,7 @@ OPS = [
 
 
 def parse_cut(text: str) -> Cut:
-    names = "columns", "depth", "ways", "num_warps", "num_stages"
+    names = "columns", "depth", "stretches", "num_warps", "num_stages"
     return Cut(**dict(zip(names, map(int, text.split(",")))))
 
 

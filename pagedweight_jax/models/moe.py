@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pagedweight_jax.models.layers import Activation, matmul, mlp
 from pagedweight_jax.models.weights import ExpertWeights, MoEWeights
-from pallas_kernels.routing.reference import route
+from pallas_kernels.routing.reference import top_experts as route
 
 __all__ = ["dense_experts", "route", "shared_expert"]
 

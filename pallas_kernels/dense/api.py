@@ -72,6 +72,57 @@ def project_add(
     return module_of(__package__, implementation).project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
 
 
+def project_parts(h_TC: jax.Array, w_CD: jax.Array, *, implementation: str = "xla") -> jax.Array:
+    """Returns S parts whose sum is ``h @ w``, float32[S, T, D]: each of one stretch of the contraction.
+
+    S follows from the shapes alone; for 1 to 16 rows it is the same. Who reads the parts adds them in their order.
+
+    Args:
+      h_TC: token rows.
+      w_CD: the matrix.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation, or shapes that do not agree.
+    """
+    _check_shapes(h_TC, w_CD)
+    return module_of(__package__, implementation).project_parts(h_TC, w_CD)
+
+
+def add_norm(
+    x_TD: jax.Array,
+    norm_D: jax.Array,
+    eps: float,
+    *,
+    parts_STD: jax.Array | None = None,
+    factor_T1: jax.Array | None = None,
+    routed: tuple[jax.Array, jax.Array] | None = None,
+    implementation: str = "xla",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (x', RMS norm of x'), [T, D] in x's dtype, of x with what the products before left in parts::
+
+        x'_t = x_t + (sum_k weights_tk y_tk + factor_t sum_s parts_st)
+
+    The bracket is summed in float32, in this order, and rounded to x's dtype before it is added.
+
+    Args:
+      x_TD: the residual stream.
+      norm_D, eps: the norm's weights, and what is added to the mean square.
+      parts_STD: float32, of ``project_parts``; None for none.
+      factor_T1: float32, one factor a row of them (the shared expert's gate); None for 1.
+      routed: (y_TKD, weights_TK), float32: rows with weights (the routed experts'); None for none.
+      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
+
+    Raises:
+      ValueError: an unknown implementation, or shapes that do not agree.
+    """
+    shapes = [] if parts_STD is None else [parts_STD.shape[1:]]
+    shapes += [] if routed is None else [(*routed[1].shape[:1], *routed[0].shape[2:])]
+    if any(shape != x_TD.shape for shape in shapes) or norm_D.shape != x_TD.shape[1:]:
+        raise ValueError(f"shapes disagree: rows {x_TD.shape}, norm {norm_D.shape}, addends {shapes}")
+    return module_of(__package__, implementation).add_norm(x_TD, norm_D, eps, parts_STD, factor_T1, routed)
+
+
 def gated(
     x_TD: jax.Array,
     gate_DF: jax.Array,

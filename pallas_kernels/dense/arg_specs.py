@@ -82,7 +82,8 @@ SPECS = {
 def abstract_args(spec: DenseSpec, num_tokens: int, dtype: str = "bfloat16") -> dict[str, tuple]:
     """Returns each operation's arrays by shape, in the order of its api.
 
-    ``down`` is ``project_add`` with factor and addend; ``head`` of ``logits`` lies as ``spec.tied`` says.
+    ``down`` is ``project_add`` with factor and addend, ``down_parts`` the shared expert's ``project_parts``; the
+    head of ``logits`` lies as ``spec.tied`` says.
     """
     shape, D, F, V = jax.ShapeDtypeStruct, spec.hidden, spec.shared_width, spec.vocab
     widths = spec.query_width, spec.kv_width, spec.kv_width
@@ -90,11 +91,13 @@ def abstract_args(spec: DenseSpec, num_tokens: int, dtype: str = "bfloat16") -> 
     biases = tuple(shape((N,), dtype) if spec.biased else None for N in widths)
     found = {
         "project": (x, tuple(shape((D, N), dtype) for N in widths), norm, biases),
+        "project_parts": (shape((num_tokens, spec.query_width), dtype), shape((spec.query_width, D), dtype)),
         "project_add": (shape((num_tokens, spec.query_width), dtype), shape((spec.query_width, D), dtype), x),
         "logits": (x, shape((V, D) if spec.tied else (D, V), dtype)),
     }
     if F:
         sums = shape((num_tokens, 1), jnp.float32), shape((num_tokens, D), jnp.float32)
         found["gated"] = x, shape((D, F), dtype), shape((D, F), dtype), norm
+        found["down_parts"] = shape((num_tokens, F), dtype), shape((F, D), dtype)
         found["down"] = shape((num_tokens, F), dtype), shape((F, D), dtype), x, *sums
     return found

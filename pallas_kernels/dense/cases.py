@@ -14,6 +14,9 @@ EPS = 1e-6
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Float32 sums in another order; a result that rounds to the next bfloat16 now and then."""
 
+UNROUNDED = "logits", "project_parts", "down_parts"
+"""Operations whose results are float32."""
+
 TINY = DenseSpec(  # several steps down each matrix, and a part of one
     name="tiny",
     hidden=600,
@@ -64,6 +67,8 @@ def call(module, operation: str, spec: DenseSpec, *args, **options):
             return module.gated(x, gate, up, spec.activation, norm, EPS, **options)
         case "logits":
             return module.logits(*args, spec.tied, **options)
+        case "project_parts" | "down_parts":
+            return module.project_parts(*args, **options).sum(0)
     factor_and_addend = () if operation == "down" else (None, None)
     return module.project_add(*args, *factor_and_addend, **options)
 
@@ -79,7 +84,7 @@ def cases(interpret: bool) -> list[KernelCase]:
             make_args=partial(random_like, shapes),
             run=partial(call, pallas_triton, operation, spec, interpret=interpret),
             reference=partial(call, reference, operation, spec),
-            tolerance=TOLERANCE["float32" if operation == "logits" else dtype],  # logits are not rounded
+            tolerance=TOLERANCE["float32" if operation in UNROUNDED else dtype],
         )
         for spec, num_tokens, dtype in sizes(interpret, most=columns.ROWS)
         for operation, shapes in abstract_args(spec, num_tokens, dtype).items()

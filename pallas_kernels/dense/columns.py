@@ -32,14 +32,13 @@ class Cut:
     Attributes:
       columns: of the matrix that a program takes, a power of two, at least 16.
       depth: rows of the matrix in a step, a power of two, at least 16.
-      ways: stretches of the contraction that a program sums side by side, then in a tree; they make the chain of
-        dependent instructions shorter. Taken as 1 where they do not divide the contraction.
+      stretches: of the contraction, each summed by a program of its own.
       num_warps, num_stages: a power of two, and the depth of the pipeline of loads; one step less is in flight.
     """
 
     columns: int
     depth: int
-    ways: int = 1
+    stretches: int = 1
     num_warps: int = 4
     num_stages: int = 4
 
@@ -57,6 +56,18 @@ def choose_cut(num_columns: int, operand, num_matrices: int = 1) -> Cut:
     num_warps = 4 if itemsize == 4 else num_warps
     depth = TILE_BYTES // (columns * itemsize * num_matrices)
     return Cut(columns=columns, depth=depth, num_warps=num_warps, num_stages=6 if columns * num_matrices != 32 else 5)
+
+
+def choose_cut_of_parts(shape: tuple[int, int], operand) -> Cut:
+    """Returns the cut of a matrix [C, N] whose contraction may be summed in stretches, by whoever reads the parts.
+
+    Rows of a block are whole lines of 128 bytes, and stretches few: their parts are read again.
+    """
+    depth_total, num_columns = shape
+    columns = 128 // jnp.dtype(operand).itemsize
+    blocks, depth = pl.cdiv(num_columns, columns), 128
+    stretches = max(1, min(FULL_DEVICE // blocks, 8, pl.cdiv(depth_total, depth)))
+    return Cut(columns=columns, depth=depth, stretches=stretches, num_warps=4, num_stages=5)
 
 
 def operand_dtype(*arrays):
@@ -91,35 +102,28 @@ def _read(ref, row, column, limits):
     return load(ref.at[row, column], mask=mask, other=0.0)
 
 
-def _tree_sum(parts: list) -> jax.Array:
-    """Returns the sum of arrays, neighbours first."""
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + parts[len(parts) // 2 * 2 :]
-    return parts[0]
-
-
-def multiply(x, weights, column_N: jax.Array, cut: Cut, *, transposed: bool = False):
-    """Returns ``x @ w`` for each matrix, float32[R, N].
+def multiply(x, weights, column_N: jax.Array, cut: Cut, *, stretch=0, transposed: bool = False):
+    """Returns ``x @ w`` for each matrix, float32[R, N]; of one stretch of the contraction where there are several.
 
     Args:
       x: reference to the token rows [T, C], at most 16.
       weights: references to matrices [C, N] of one shape, or [N, C] where ``transposed``.
       column_N: the block's columns.
       cut: how programs are cut.
+      stretch: which of ``cut.stretches``.
       transposed: how the matrices lie.
     """
     num_tokens, depth_total = x.shape
     num_columns = weights[0].shape[0 if transposed else 1]
     depth, operand = cut.depth, operand_dtype(x, *weights)
-    ways = cut.ways if depth_total % (cut.ways * depth) == 0 else 1
-    steps = pl.cdiv(depth_total, ways * depth)
+    steps = pl.cdiv(depth_total, cut.stretches * depth)
     row_R1 = jnp.arange(ROWS, dtype=jnp.int32)[:, None]
 
     def limits(row, column, c):
         """Conditions that the shapes do not make superfluous."""
         found = [(row, num_tokens)] if row is not None and num_tokens != ROWS else []
         found += [(column, num_columns)] if column is not None and num_columns % cut.columns else []
-        return found + ([(c, depth_total)] if depth_total % depth else [])
+        return found + ([(c, depth_total)] if depth_total % (cut.stretches * depth) else [])
 
     def read_w(w, c_C):
         if transposed:
@@ -127,13 +131,8 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, transposed: bool = Fa
         return _read(w, c_C[:, None], column_N[None], limits(None, column_N[None], c_C[:, None]))
 
     def step(i, sums):
-        sums = [list(parts) for parts in sums]
-        for way in range(ways):
-            c_C = (way * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
-            x_RC = _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None])).astype(operand)
-            for w, parts in zip(weights, sums, strict=True):
-                parts[way] += dot(x_RC, read_w(w, c_C).astype(operand))
-        return sums
+        c_C = (stretch * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
+        x_RC = _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None])).astype(operand)
+        return [total + dot(x_RC, read_w(w, c_C).astype(operand)) for w, total in zip(weights, sums, strict=True)]
 
-    sums = [[jnp.zeros((ROWS, cut.columns), jnp.float32)] * ways for _ in weights]
-    return [_tree_sum(parts) for parts in lax.fori_loop(0, steps, step, sums)]
+    return lax.fori_loop(0, steps, step, [jnp.zeros((ROWS, cut.columns), jnp.float32)] * len(weights))

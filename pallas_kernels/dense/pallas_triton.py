@@ -13,12 +13,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels.dense import reference
+from pallas_kernels.dense.add_norm import add_norm as add_norm
 from pallas_kernels.dense.columns import (
     ROWS,
     Cut,
     block_columns,
     block_place,
     choose_cut,
+    choose_cut_of_parts,
     multiply,
     operand_dtype,
 )
@@ -152,6 +154,27 @@ def project_add(
     out_shape = jax.ShapeDtypeStruct(residual_TD.shape, residual_TD.dtype)
     programs = pl.cdiv(w_CD.shape[1], cut.columns)
     return launch(kernel, "project_add", programs, out_shape, cut, interpret, h_TC, w_CD, residual_TD, *present)
+
+
+def project_parts(
+    h_TC: jax.Array, w_CD: jax.Array, *, cut: Cut | None = None, interpret: bool = False
+) -> jax.Array:
+    """Args and result: see ``pallas_kernels.dense.api.project_parts``."""
+    num_tokens, num_columns = len(h_TC), w_CD.shape[1]
+    if num_tokens > ROWS:
+        return reference.project_parts(*pad_rows(h_TC), w_CD)[:, :num_tokens]
+    cut = cut or choose_cut_of_parts(w_CD.shape, operand_dtype(h_TC, w_CD))
+    blocks = pl.cdiv(num_columns, cut.columns)
+
+    def kernel(h, w, out):
+        block, stretch = pl.program_id(0) % blocks, pl.program_id(0) // blocks
+        column_N = block_columns(block, cut)
+        (row_R1, column_1N), mask = block_place(out.shape[1:], column_N)
+        (y_RN,) = multiply(h, [w], column_N, cut, stretch=stretch)
+        store(out.at[stretch, row_R1, column_1N], y_RN, mask=mask)
+
+    out_shape = jax.ShapeDtypeStruct((cut.stretches, num_tokens, num_columns), jnp.float32)
+    return launch(kernel, "project_parts", blocks * cut.stretches, out_shape, cut, interpret, h_TC, w_CD)
 
 
 def gate_columns(block, m, gate, up, out, activation: str, cut: Cut) -> None:

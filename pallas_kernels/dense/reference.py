@@ -54,6 +54,40 @@ def project_add(
     return residual_TD + y_TD.astype(residual_TD.dtype)
 
 
+def project_parts(h_TC: jax.Array, w_CD: jax.Array) -> jax.Array:
+    """Args and result: see ``pallas_kernels.dense.api.project_parts``."""
+    return matmul(h_TC, w_CD)[None]
+
+
+def add_norm(
+    x_TD: jax.Array,
+    norm_D: jax.Array,
+    eps: float,
+    parts_STD: jax.Array | None,
+    factor_T1: jax.Array | None,
+    routed: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Args and result: see ``pallas_kernels.dense.api.add_norm``."""
+    addends = []
+    if routed is not None:
+        y_TKD, weights_TK = routed
+        addends.append(_sum([weights_TK[:, k, None] * y_TKD[:, k] for k in range(y_TKD.shape[1])]))
+    if parts_STD is not None:
+        product_TD = _sum(list(parts_STD))
+        addends.append(product_TD if factor_T1 is None else factor_T1 * product_TD)
+    if addends:
+        x_TD = x_TD + _sum(addends).astype(x_TD.dtype)
+    return x_TD, rms_norm(x_TD, norm_D, eps)
+
+
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    """Returns the sum in the order of the arrays."""
+    total, *others = arrays
+    for array in others:
+        total = total + array
+    return total
+
+
 def gated(
     x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, activation: str, norm_D: jax.Array | None, eps: float
 ) -> jax.Array:

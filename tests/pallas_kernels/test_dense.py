@@ -16,7 +16,8 @@ from pallas_kernels.dense.columns import Cut
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 EPS = 1e-6
-CUTS = [Cut(columns=32, depth=32), Cut(columns=16, depth=16, ways=3, num_warps=2, num_stages=3)]
+PARTS = Cut(columns=32, depth=16, stretches=2)
+CUTS = [Cut(columns=32, depth=32), Cut(columns=16, depth=16, num_warps=2, num_stages=3)]
 
 
 def draw(seed, *shapes, dtype="float32", scale=1.0):
@@ -66,6 +67,25 @@ def test_project_add_equals_the_definition(dtype, tokens, depth, cut, interpret,
 
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize(
+    ("dtype", "tokens", "depth", "cut"),
+    [
+        ("float32", 16, 96, Cut(columns=32, depth=16, stretches=3)),
+        ("bfloat16", 3, 104, Cut(columns=16, depth=16, stretches=4)),  # the last stretch is shorter
+        ("bfloat16", 1, 40, Cut(columns=32, depth=32)),
+    ],
+)
+def test_the_sum_of_parts_equals_the_definition(dtype, tokens, depth, cut, interpret, relative_error):
+    h, w = draw(8, (tokens, depth), (depth, 72), dtype=dtype)
+    parts = pallas_triton.project_parts(h, w, cut=cut, interpret=interpret)
+    assert (parts.shape, parts.dtype) == ((cut.stretches, tokens, 72), jnp.float32)
+    assert relative_error(parts.sum(0), reference.project_parts(h, w)[0]) < 1e-5  # nothing is rounded to bfloat16
+    first = -(-depth // (cut.stretches * cut.depth)) * cut.depth
+    assert relative_error(parts[0], reference.project_parts(h[:, :first], w[:first])[0]) < 1e-5
+    assert not relative_error(parts.sum(0), reference.project_parts(h[:, ::-1], w)[0]) < 1e-2  # negative control
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(
     ("dtype", "tokens", "activation", "cut"),
     [
         ("float32", 1, "silu", CUTS[0]),
@@ -104,7 +124,9 @@ def test_a_row_depends_on_no_other_row(dtype, interpret):
     @jax.jit
     def layer(x, residual):
         h = pallas_triton.gated(x, gate, up, "silu", norm, EPS, cut=CUTS[0], interpret=interpret)
-        return h, pallas_triton.project_add(h, down, residual, None, None, cut=CUTS[1], interpret=interpret)
+        parts = pallas_triton.project_parts(h, down, cut=PARTS, interpret=interpret)
+        added = pallas_triton.project_add(h, down, residual, None, None, cut=CUTS[1], interpret=interpret)
+        return h, *parts, added
 
     whole = layer(x, residual)
     for part in (layer(x[:few], residual[:few]), layer(x.at[few:].set(jnp.nan), residual)):
@@ -120,6 +142,7 @@ def test_more_rows_are_left_to_xla(tokens):
     for name, args, options in (
         ("project", (x, (w,)), {"norm_D": norm, "eps": EPS}),
         ("project_add", (x, w, residual), {"addend_TD": addend}),
+        ("project_parts", (x, w), {}),
         ("gated", (x, w, up), {}),
         ("logits", (x, w), {}),
     ):
@@ -146,12 +169,14 @@ def step(spec, args):
     x, weights, norm, biases = args["project"]
     out = [api.project(x, weights, norm_D=norm, eps=EPS, biases=biases, **triton)]
     out.append(api.project_add(*args["project_add"], **triton))
+    out.append(api.project_parts(*args["project_parts"], **triton))
     out.append(api.logits(*args["logits"], transposed=spec.tied, **triton))
     if spec.shared_width:
         *operands, norm = args["gated"]
         out.append(api.gated(*operands, activation=spec.activation, norm_D=norm, eps=EPS, **triton))
         h, w, residual, factor, addend = args["down"]
         out.append(api.project_add(h, w, residual, factor_T1=factor, addend_TD=addend, **triton))
+        out.append(api.project_parts(*args["down_parts"], **triton))
     return out
 
 
@@ -164,6 +189,7 @@ def test_real_sizes_lower_to_triton(name, tokens, dtype):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count('name = "project"') == 1
     assert text.count('name = "project_add"') == (2 if spec.shared_width else 1)
+    assert text.count('name = "project_parts"') == (2 if spec.shared_width else 1)
     assert text.count('name = "logits"') == 1
     assert "stablehlo.dot" not in text
     assert "stablehlo.concatenate" not in text
@@ -178,6 +204,8 @@ def test_bad_arguments_are_refused():
         api.project(x, (w, w.T))
     with pytest.raises(ValueError, match="shapes disagree"):
         api.project_add(x, w.T, x)
+    with pytest.raises(ValueError, match="shapes disagree"):
+        api.project_parts(x, w.T)
     with pytest.raises(ValueError, match="'relu' is not one of"):
         api.gated(x, w, w, activation="relu")
     with pytest.raises(ValueError, match="transposed True"):

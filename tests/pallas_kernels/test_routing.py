@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense.columns import Cut
 from pallas_kernels.routing import api, pallas_triton, reference
 from pallas_kernels.routing.arg_specs import SPECS, abstract_args
 
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 EPS = 1e-6
-CUT = Cut(columns=16, depth=32)
 
 
 def draw(seed, *shapes, dtype="float32"):
@@ -24,17 +22,19 @@ def draw(seed, *shapes, dtype="float32"):
 
 
 def inputs(tokens, columns, experts, dtype, seed=0):
-    x, norm, router = draw(seed, (tokens, columns), (columns,), (columns, experts), dtype=dtype)
-    return x, norm, EPS, (router / columns**0.5).astype(dtype)
+    """Returns m, router, shared gate."""
+    m, router, shared_gate = draw(seed, (tokens, columns), (columns, experts), (columns,), dtype=dtype)
+    return m, (router / columns**0.5).astype(dtype), (shared_gate / columns**0.5).astype(dtype)
 
 
 def agree(out, ref, dtype, relative_error):
-    """Whether m and weights are close and all ids the same."""
-    (m, weights, ids), (m_ref, weights_ref, ids_ref) = out, ref
-    assert (m.dtype, weights.dtype, ids.dtype) == (m_ref.dtype, jnp.float32, jnp.int32)
+    """Whether weights, and factors where there are any, are close and all ids the same."""
+    (weights, ids, *factor), (weights_ref, ids_ref, *factor_ref) = ([a for a in x if a is not None] for x in (out, ref))
+    assert (weights.dtype, ids.dtype, len(factor)) == (jnp.float32, jnp.int32, len(factor_ref))
     if not np.array_equal(ids, ids_ref):
         return False
-    return relative_error(m, m_ref) < TOLERANCE[dtype] and relative_error(weights, weights_ref) < TOLERANCE[dtype]
+    pairs = (weights, weights_ref), *zip(factor, factor_ref, strict=True)
+    return all(relative_error(a, b) < TOLERANCE[dtype] for a, b in pairs)
 
 
 @pytest.mark.parametrize("interpret", MODES)
@@ -43,80 +43,74 @@ def agree(out, ref, dtype, relative_error):
     ("dtype", "tokens", "columns", "experts", "k"),
     [
         ("float32", 1, 64, 7, 2),
-        ("float32", 17, 72, 16, 16),  # every expert, in order
+        ("float32", 17, 272, 16, 16),  # every expert, in order
         ("bfloat16", 3, 200, 60, 4),
         ("bfloat16", 16, 128, 8, 1),
-        ("bfloat16", 64, 64, 128, 8),
+        ("bfloat16", 64, 384, 128, 8),
     ],
 )
-def test_norm_and_route_equals_the_definition(
-    dtype, tokens, columns, experts, k, renormalise, interpret, relative_error
-):
-    x, norm, eps, router = inputs(tokens, columns, experts, dtype)
+def test_route_equals_the_definition(dtype, tokens, columns, experts, k, renormalise, interpret, relative_error):
+    m, router, shared_gate = inputs(tokens, columns, experts, dtype)
     first = 100 * jnp.arange(tokens, dtype=jnp.int32)
-    out = pallas_triton.norm_and_route(x, norm, eps, router, k, renormalise, first, interpret=interpret)
-    assert agree(out, reference.norm_and_route(x, norm, eps, router, k, renormalise, first), dtype, relative_error)
-    swapped = reference.norm_and_route(x, norm, eps, router[:, ::-1], k, renormalise, first)  # negative control
+    for optional in ((None, None), (None, first), (shared_gate, first)):
+        out = pallas_triton.route(m, router, k, renormalise, *optional, interpret=interpret)
+        ref = reference.route(m, router, k, renormalise, *optional)
+        assert agree(out, ref, dtype, relative_error)
+    swapped = reference.route(m, router[:, ::-1], k, renormalise, *optional)  # negative controls
     assert not agree(out, swapped, dtype, relative_error)
-
-
-@pytest.mark.parametrize("interpret", MODES)
-@pytest.mark.parametrize(
-    ("dtype", "tokens", "columns", "experts", "width", "k"),
-    [("float32", 2, 48, 6, 40, 2), ("bfloat16", 16, 128, 60, 80, 4), ("bfloat16", 17, 96, 5, 120, 3)],
-)
-def test_norm_route_and_gate_equals_the_definition(
-    dtype, tokens, columns, experts, width, k, interpret, relative_error
-):
-    x, norm, eps, router = inputs(tokens, columns, experts, dtype)
-    shared = [(w / columns**0.5).astype(dtype) for w in draw(1, (columns, width), (columns, width), (columns,))]
-    args = x, norm, eps, router, k, True
-    first = 7 - jnp.arange(tokens, dtype=jnp.int32)
-    out = pallas_triton.norm_route_and_gate(*args, shared, "silu", first, cut=CUT, interpret=interpret)
-    ref = reference.norm_route_and_gate(*args, shared, "silu", first)
-    assert agree(out[:3], ref[:3], dtype, relative_error)
-    assert relative_error(out[3], ref[3]) < TOLERANCE[dtype]
-    assert relative_error(out[4], ref[4]) < TOLERANCE[dtype]
-    gate, up, shared_gate = shared  # negative control
-    swapped = reference.norm_route_and_gate(*args, (up, gate, -shared_gate), "silu")
-    assert not relative_error(out[3], swapped[3]) < TOLERANCE[dtype]
-    assert not relative_error(out[4], swapped[4]) < 10 * TOLERANCE[dtype]
+    assert not agree(out, (*ref[:2], reference.route(m, router, k, True, -shared_gate)[2]), dtype, relative_error)
 
 
 @pytest.mark.parametrize("interpret", MODES)
 def test_of_equal_experts_the_lower_ids_win(interpret):
-    x, norm, eps, router = inputs(4, 64, 60, "bfloat16")
-    best = jnp.argmax(reference.norm_and_route(x, norm, eps, router, 60, False)[1] > 0)
-    router = router.at[:, [3, 17, 41, 59]].set(10 * x[best, :, None] / norm[:, None])  # the same for four experts
-    _, weights, ids = pallas_triton.norm_and_route(x, norm, eps, router, 3, False, interpret=interpret)
+    m, router, _ = inputs(4, 64, 60, "bfloat16")
+    best = 2
+    router = router.at[:, [3, 17, 41, 59]].set(m[best, :, None])  # the same for four experts
+    weights, ids, _ = pallas_triton.route(m, router, 3, False, interpret=interpret)
     np.testing.assert_array_equal(ids[best], [3, 17, 41])
     assert len(set(np.asarray(weights[best]).tolist())) == 1
-    np.testing.assert_array_equal(ids, reference.norm_and_route(x, norm, eps, router, 3, False)[2])
-    _, weights, ids = pallas_triton.norm_and_route(x, norm, eps, 0 * router, 4, True, interpret=interpret)
+    np.testing.assert_array_equal(ids, reference.route(m, router, 3, False)[1])
+    weights, ids, _ = pallas_triton.route(m, 0 * router, 4, True, interpret=interpret)
     np.testing.assert_array_equal(ids, np.tile(np.arange(4), (4, 1)))
     np.testing.assert_array_equal(weights, np.full((4, 4), 0.25))
 
 
 @pytest.mark.parametrize("interpret", MODES)
 def test_a_row_depends_on_no_other_row(interpret):
-    x, norm, eps, router = inputs(64, 96, 60, "bfloat16")
-    whole = pallas_triton.norm_and_route(x, norm, eps, router, 4, True, interpret=interpret)
-    one = pallas_triton.norm_and_route(x[5:6], norm, eps, router, 4, True, interpret=interpret)
-    poisoned = x.at[:5].set(jnp.nan).at[6:].set(jnp.inf)
-    among = pallas_triton.norm_and_route(poisoned, norm, eps, router, 4, True, interpret=interpret)
-    for a, b, c in zip(one, whole, among, strict=True):
-        np.testing.assert_array_equal(np.asarray(a[0], np.float32), np.asarray(b[5], np.float32))
-        np.testing.assert_array_equal(np.asarray(a[0], np.float32), np.asarray(c[5], np.float32))
+    m, router, shared_gate = inputs(64, 296, 60, "bfloat16")
+    poisoned = m.at[:5].set(jnp.nan).at[6:].set(jnp.inf)
+    whole, one, few, among = (
+        pallas_triton.route(rows, router, 4, True, shared_gate, interpret=interpret)
+        for rows in (m, m[5:6], m[:16], poisoned)
+    )
+    for a, *others in zip(one, whole, few, among, strict=True):
+        for b in others:
+            np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[5]))
+    weights, ids, factor = (np.asarray(a) for a in among)
+    assert np.isnan(weights[0]).all()  # what is not a number stays so
+    assert np.isnan(factor[0]).all()
+    assert ((ids >= 0) & (ids < 60)).all()
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_with_the_norm_and_the_shared_expert(interpret, relative_error):
+    m, router, shared_gate = inputs(3, 64, 7, "bfloat16")
+    gate, up, norm = draw(1, (64, 40), (64, 40), (64,), dtype="bfloat16")
+    args = m, norm, EPS, router, 2, True
+    for name, more in (("norm_and_route", ()), ("norm_route_and_gate", ((gate, up, shared_gate), "silu"))):
+        out = getattr(pallas_triton, name)(*args, *more, interpret=interpret)
+        for a, b in zip(out, getattr(reference, name)(*args, *more), strict=True):
+            assert relative_error(a, b) < TOLERANCE["bfloat16"]
 
 
 def test_more_rows_are_left_to_xla():
     """Without ``interpret`` a kernel would fail on a CPU."""
-    args = *inputs(pallas_triton.MAX_TOKENS + 1, 32, 8, "float32"), 2, True
-    shared = draw(2, (32, 16), (32, 16), (32,))
-    for name, more in (("norm_and_route", ()), ("norm_route_and_gate", (shared,))):
-        out, ref = (getattr(api, name)(*args, *more, implementation=way) for way in ("triton", "xla"))
-        for a, b in zip(out, ref, strict=True):
-            np.testing.assert_array_equal(a, b, name)
+    m, router, shared_gate = inputs(pallas_triton.MAX_TOKENS + 1, 32, 8, "float32")
+    out, ref = (
+        api.route(m, router, 2, True, shared_gate_D=shared_gate, implementation=way) for way in ("triton", "xla")
+    )
+    for a, b in zip(out, ref, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def cuda():
@@ -134,30 +128,25 @@ def cuda():
 def test_real_sizes_lower_to_triton(name, tokens, dtype):
     spec = SPECS[name]
 
-    def step(x, norm, router, *shared):
-        args = x, norm, EPS, router, spec.top_k, spec.renormalise
-        found = [api.norm_and_route(*args, implementation="triton")]
-        for weights in shared:
-            options = {"activation": spec.activation, "implementation": "triton"}
-            found.append(api.norm_route_and_gate(*args, weights, **options))
-        return found
+    def step(m, router, shared_gate=None):
+        first = jnp.zeros(tokens, jnp.int32)
+        optional = {"shared_gate_D": shared_gate, "first_T": first, "implementation": "triton"}
+        return api.route(m, router, spec.top_k, spec.renormalise, **optional)
 
     with cuda():
         lowered = jax.jit(step).trace(*abstract_args(spec, tokens, dtype)).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count('name = "route"') == (2 if spec.shared_width and tokens > 16 else 1)
-    few = tokens <= 16
-    assert text.count('name = "route_and_gate"') == (bool(spec.shared_width) and few)
-    assert ("stablehlo.dot" in text) == (bool(spec.shared_width) and not few)
+    assert text.count('name = "route"') == text.count('name = "router_logits"') == 1
+    assert "stablehlo.dot" not in text
 
 
 def test_bad_arguments_are_refused():
-    x, norm, eps, router = inputs(2, 8, 4, "float32")
+    m, router, shared_gate = inputs(2, 8, 4, "float32")
     with pytest.raises(ValueError, match="'cuda' is not one of"):
-        api.norm_and_route(x, norm, eps, router, 2, False, implementation="cuda")
+        api.route(m, router, 2, False, implementation="cuda")
     with pytest.raises(ValueError, match="k 5 is not between 1 and 4 experts"):
-        api.norm_and_route(x, norm, eps, router, 5, False)
+        api.route(m, router, 5, False)
     with pytest.raises(ValueError, match="shapes disagree"):
-        api.norm_and_route(x, norm, eps, router.T, 2, False)
-    with pytest.raises(ValueError, match="'relu' is not one of"):
-        api.norm_route_and_gate(x, norm, eps, router, 2, False, (router, router, norm), activation="relu")
+        api.route(m, router.T, 2, False)
+    with pytest.raises(ValueError, match="shapes disagree"):
+        api.route(m, router, 2, False, shared_gate_D=shared_gate[:4])
