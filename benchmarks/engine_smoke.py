@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.implementation import default_implementation
 from pagedweight_jax.serving.loading import budget_bytes
 from pagedweight_jax.serving.request import SamplingParams
+from pagedweight_jax.serving.staging import plan_staging
 from pagedweight_jax.units import format_size
 from pallas_kernels.implementation import IMPLEMENTATIONS
 
@@ -47,33 +49,44 @@ def score(engine, prompt):
 
 
 def compare_with_cpu(device, implementation):
-    """Tokens and log-probabilities of a small model (2 layers, 8 experts) on the device and on the CPU, in float32.
+    """Tokens and log-probabilities of a small model on the device and on the CPU, in float32, at mixed bitwidths.
 
-    The CPU's are the definition's (``xla``), whatever the device runs.
+    The CPU's are the definition's (``xla``), whatever the device runs; both work at the same time.
     """
-    checkpoint = RandomCheckpoint.make(qwen_moe_config(2, num_experts=8, vocab_size=8192), 3, 6)
+    checkpoint = RandomCheckpoint.make(qwen_moe_config(2, num_experts=8, vocab_size=1024), 3, 6)
     config = ServeConfig(
-        memory_bytes=8 * GIB,
-        max_num_seqs=4,
-        max_model_len=512,
+        memory_bytes=2 * GIB,
+        max_num_seqs=3,
+        max_model_len=256,
         mode="frozen",
-        kv_tokens=2048,
+        bits=6,
         dtype="float32",
         kv_dtype="float32",
     )
     rng = np.random.default_rng(0)
-    prompts = [tuple(rng.integers(0, 8192, n).tolist()) for n in (40, 200, 7)]
-    runs = []
-    for where, which in ((device, implementation), (jax.devices("cpu")[0], "xla")):
+    prompts = [tuple(rng.integers(0, 1024, n).tolist()) for n in (40, 200, 7)]
+    bits_LEU = rng.integers(3, 7, (2, 8, 2))
+    changes = tuple((*place, 6, int(bits_LEU[place])) for place in np.ndindex(bits_LEU.shape) if bits_LEU[place] < 6)
+
+    def run(where, which):
+        began = time.perf_counter()
         with jax.default_device(where):
             engine = Engine(checkpoint, dataclasses.replace(config, implementation=which), where)
-            runs.append((serve(engine, prompts, 32), score(engine, prompts[1])))
+            engine.state, _ = engine.residency.lower(engine.state, engine.residency.plan_of(changes))
+            built = time.perf_counter()
+            tokens, logprobs = serve(engine, prompts, 32), score(engine, prompts[1])
             engine.close()
-    (a, la), (b, lb) = runs
+        print(f"{which}: built in {built - began:.1f} s, run in {time.perf_counter() - built:.1f} s", flush=True)
+        return tokens, logprobs
+
+    with ThreadPoolExecutor() as pool:
+        sides = [(device, implementation), (jax.devices("cpu")[0], "xla")]
+        (a, la), (b, lb) = pool.map(lambda side: run(*side), sides)
     equal = sum(x == y for p, q in zip(a, b) for x, y in zip(p, q))
     return {
         "platforms": [device.platform, "cpu"],
         "implementation": implementation,
+        "blocks_by_bits": dict(zip(*(x.tolist() for x in np.unique(bits_LEU, return_counts=True)))),
         "tokens_equal": equal,
         "tokens_total": sum(len(p) for p in a),
         "logprob_relative_error": float(np.linalg.norm(la - lb) / np.linalg.norm(lb)),
@@ -83,6 +96,12 @@ def compare_with_cpu(device, implementation):
 def memory_bytes_of(device, what):
     """The allocator's own count, None where there is none."""
     return (device.memory_stats() or {}).get(what)
+
+
+def array_bytes_on(device):
+    """Bytes of all arrays in the device's own memory, which is what the allocator was asked for."""
+    arrays = jax.live_arrays(device.platform)
+    return sum(a.nbytes for a in arrays if a.sharding.memory_kind == device.default_memory().kind)
 
 
 def trade(checkpoint, device, implementation, prompt_tokens):
@@ -114,7 +133,7 @@ def trade(checkpoint, device, implementation, prompt_tokens):
     served = serve(engine, prompts, 48)
     in_place = engine.state.arena_AW.unsafe_buffer_pointer() == pointer
     began = time.perf_counter()
-    while engine.residency.mean_bits < start_bits - 0.1 and time.perf_counter() - began < 30:
+    while engine.residency.mean_bits < start_bits - 0.1 and time.perf_counter() - began < 10:
         engine.step()
     engine.check_invariants()
     record = {
@@ -135,12 +154,16 @@ def trade(checkpoint, device, implementation, prompt_tokens):
         "build_peak_bytes": build_peak_bytes,
         "peak_bytes": memory_bytes_of(device, "peak_bytes_in_use"),
         "in_use_bytes": memory_bytes_of(device, "bytes_in_use"),
+        "array_bytes": array_bytes_on(device),
+        "ledger_array_bytes": engine.ledger.dense_bytes + engine.ledger.arena_bytes + engine.ledger.table_bytes // 2,
     }
     return engine, record
 
 
-def overlap(engine, calls=96):
+def overlap(engine):
     """Times decode calls alone, transfers alone, and both together; what arrives is dropped again.
+
+    There are as many calls as it takes for all pages to arrive beside them, a share of the staging memory at a time.
 
     Only the copies and the calls are inside the timed part: the page table's bookkeeping is done before and after. As
     in the engine, one call is in flight while the next is given (XLA holds a copy into memory that it allots until all
@@ -173,36 +196,40 @@ def overlap(engine, calls=96):
             residency.table, frames = pt.cancel(residency.table, pages_N4)
             engine.allocator.give(frames)
 
-    def timed(transfer, decode):
+    def timed(transfer, calls):
+        """Returns (seconds, calls given): ``calls``, or with None as many as it takes for all to arrive."""
         frames = take() if transfer else None
         rows = {"lengths_B": jnp.array(lengths_B), "remaining_B": jnp.array(remaining_B)}  # every run decodes the same
         engine.state = engine.state.replace(**rows)
         began = time.perf_counter()
-        landed, tokens = [], None
+        landed, tokens, given = [], None, 0
         if transfer:
             residency.mover.start_reload(pages, frames)
-        if decode:
-            for _ in range(calls):
-                in_flight = tokens
-                engine.state, tokens, *_ = engine.programs.decode(engine.weights, engine.state)
-                jax.block_until_ready(in_flight)
-                landed += [transfer.pages_N4 for transfer in residency.mover.poll()]
-        landed += [transfer.pages_N4 for transfer in residency.mover.drain()]
+        while given < calls if calls is not None else sum(map(len, landed)) < len(pages):
+            in_flight = tokens
+            engine.state, tokens, *_ = engine.programs.decode(engine.weights, engine.state)
+            jax.block_until_ready(in_flight)
+            landed += [batch.pages_N4 for batch in residency.mover.poll()]
+            given += 1
+        landed += [batch.pages_N4 for batch in residency.mover.drain()]
         jax.block_until_ready(tokens)
         seconds = time.perf_counter() - began
         give_back(landed)
-        return seconds
+        return seconds, given
 
     def median(**what):
         timed(**what)
-        return statistics.median(timed(**what) for _ in range(5))
+        return statistics.median(timed(**what)[0] for _ in range(3))
 
-    alone, copy = median(transfer=False, decode=True), median(transfer=True, decode=False)
-    together = median(transfer=True, decode=True)
+    calls = max(timed(transfer=True, calls=None)[1] for _ in range(2))
+    alone, copy = median(transfer=False, calls=calls), median(transfer=True, calls=0)
+    together = median(transfer=True, calls=calls)
     return {
         "implementation": engine.config.implementation,
         "pages": len(pages),
         "moved_bytes": moved_bytes,
+        "batch_pages": plan_staging(residency.table.layouts, residency.table.committed_LEU[..., 0].size).batch_pages,
+        "staging_bytes": engine.ledger.staging_bytes,
         "calls": calls,
         "decode_ms": 1e3 * alone,
         "transfer_ms": 1e3 * copy,
@@ -238,7 +265,7 @@ def main():
         engine.close()
     if "parity" in arguments.parts:
         parity = compare_with_cpu(device, implementation)
-        print("parity ", parity)
+        print("parity ", parity, flush=True)
         append_result(arguments.out, "engine_smoke.parity", parity)
 
 
