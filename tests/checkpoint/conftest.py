@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny paged checkpoint of random pages, written once."""
+"""A tiny paged checkpoint of random pages and a tiny Hugging Face folder, each written once."""
 
+import json
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pagedweight_jax.checkpoint.dense import named_leaves
 from pagedweight_jax.checkpoint.draft import save
+from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.layout import choose_frame_bytes
 from pagedweight_jax.checkpoint.manifest import CalibrationRun, PagedManifest, page_name
 from pagedweight_jax.config import KINDS
+from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import without_experts
 from pallas_kernels.bitplane import pack_page
 
@@ -100,3 +104,61 @@ def written(tmp_path_factory, manifest, groups, source_files):
 def copy(written, tmp_path):
     """A checkpoint that a test may break."""
     return shutil.copytree(written, tmp_path / "tiny")
+
+
+@pytest.fixture(scope="session")
+def saved(save_hf, tmp_path_factory):
+    """A folder with one file, one with shards, both with a dense layer between sparse ones, and the tensors in them."""
+    root = tmp_path_factory.mktemp("saved")
+    mixed = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    save_hf(root / "single", **mixed)
+    save_hf(root / "sharded", max_shard_size="50KB", **mixed)
+    return root, load_file(root / "single" / "model.safetensors")
+
+
+@pytest.fixture
+def single(saved, tmp_path):
+    return shutil.copytree(saved[0] / "single", tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(saved, tmp_path):
+    return shutil.copytree(saved[0] / "sharded", tmp_path / "sharded")
+
+
+@pytest.fixture(scope="session")
+def edit():
+    """The function ``edit(path, change)``: rewrites a safetensors file with ``change(tensors)`` applied in place."""
+
+    def rewrite(path, change):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return rewrite
+
+
+@pytest.fixture(scope="session")
+def edit_json():
+    """The same for a JSON file."""
+
+    def rewrite(path, change):
+        value = json.loads(path.read_text())
+        change(value)
+        path.write_text(json.dumps(value))
+
+    return rewrite
+
+
+@pytest.fixture(scope="session")
+def error_of():
+    """The function ``error_of(folder)``: the one line with which it is refused."""
+
+    def line(folder):
+        with pytest.raises(UserError) as error:
+            load_weights(folder, load_config(folder), jnp.float32)
+        message = str(error.value)
+        assert "\n" not in message
+        return message
+
+    return line

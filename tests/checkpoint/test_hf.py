@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-import json
-import shutil
-import struct
+"""Hugging Face folders: every tensor is where it belongs, and what is missing, left over or another's is named."""
+
 from dataclasses import replace
 
 import jax
@@ -10,63 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
-from pagedweight_jax.checkpoint.hf import (
-    load_config,
-    load_weights,
-    open_source,
-    read_layer,
-    read_outer,
-)
-from pagedweight_jax.checkpoint.tensors import read_into
+from pagedweight_jax.checkpoint.hf import load_config, load_weights, open_source, read_layer, read_outer
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import MLPWeights
 
-MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 EMBED = "model.embed_tokens.weight"
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def saved(save_hf, tmp_path_factory):
-    """A folder with one file, one with shards, and the tensors in them."""
-    root = tmp_path_factory.mktemp("saved")
-    save_hf(root / "single", **MIXED)
-    save_hf(root / "sharded", max_shard_size="50KB", **MIXED)
-    return root, load_file(root / "single" / SINGLE)
-
-
-@pytest.fixture
-def single(saved, tmp_path):
-    return shutil.copytree(saved[0] / "single", tmp_path / "single")
-
-
-@pytest.fixture
-def sharded(saved, tmp_path):
-    return shutil.copytree(saved[0] / "sharded", tmp_path / "sharded")
-
-
-def edit(path, change):
-    """Rewrites a safetensors file with ``change(tensors)`` applied in place."""
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def edit_json(path, change):
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def error_of(folder):
-    with pytest.raises(UserError) as error:
-        load_weights(folder, load_config(folder), jnp.float32)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 def leaves_equal(a, b):
@@ -122,7 +72,7 @@ def fuse(tensors):
         tensors[f"{prefix}.experts.down_proj"] = down
 
 
-def test_fused_experts_give_the_same(single):
+def test_fused_experts_give_the_same(single, edit, error_of):
     weights = load_weights(single, load_config(single), jnp.float32)
     edit(single / SINGLE, fuse)
     assert leaves_equal(weights, load_weights(single, load_config(single), jnp.float32))
@@ -163,7 +113,7 @@ def test_dtypes_in_the_file(dtype, save_hf, tmp_path):
     np.testing.assert_array_equal(weights.layers[0].attention.q_DN, exact.attention.q_DN.astype(ml_dtypes.bfloat16))
 
 
-def test_missing_and_left_over_tensors_are_listed(single):
+def test_missing_and_left_over_tensors_are_listed(single, edit, error_of):
     def change(tensors):
         for e in range(4):
             del tensors[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"]
@@ -176,81 +126,30 @@ def test_missing_and_left_over_tensors_are_listed(single):
     assert "left over 1 tensor (model.layers.1.mlp.gate.weight)" in message
 
 
-def test_a_configuration_of_other_depth_is_refused(single):
+def test_a_configuration_of_other_depth_is_refused(single, edit_json, error_of):
     edit_json(single / "config.json", lambda raw: raw.update(num_hidden_layers=2, layer_types=None))
     assert "left over 26 tensors (model.layers.2." in error_of(single)
 
 
 @pytest.mark.parametrize("name", [EXPERT, EMBED, "model.layers.0.mlp.shared_expert_gate.weight"])
-def test_a_wrong_shape_names_tensor_found_and_expected(name, single, saved):
+def test_a_wrong_shape_names_tensor_found_and_expected(name, single, saved, edit, error_of):
     shape = saved[1][name].shape
     edit(single / SINGLE, lambda tensors: tensors.update({name: np.ascontiguousarray(tensors[name].T)}))
     assert f"tensor {name} has shape {shape[::-1]}, expected {shape}" in error_of(single)
 
 
-def test_a_wrong_dtype_is_refused(single):
+def test_a_wrong_dtype_is_refused(single, edit, error_of):
     edit(single / SINGLE, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.int8)}))
     assert f"tensor {EXPERT} is I8; supported: F32, F16, BF16" in error_of(single)
 
 
-def test_experts_of_several_dtypes_are_refused(single):
+def test_experts_of_several_dtypes_are_refused(single, edit):
     edit(single / SINGLE, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.float16)}))
     with pytest.raises(UserError, match=f"tensor {EXPERT} is F16, but model.layers.2.mlp.experts.0.* beside it is F32"):
         open_source(single, load_config(single))
 
 
-@pytest.mark.parametrize("how", ["cut short", "another shape", "gone"])
-def test_a_file_that_changes_while_it_is_read_is_noticed(single, how):
-    source = open_source(single, load_config(single))
-    if how == "cut short":
-        (single / SINGLE).write_bytes((single / SINGLE).read_bytes()[:-64])
-    elif how == "another shape":
-        edit(single / SINGLE, lambda tensors: tensors.update({EXPERT: tensors[EXPERT][:-1]}))
-    else:
-        edit(single / SINGLE, lambda tensors: tensors.pop(EXPERT))
-    last_or_edited = (lambda: read_outer(source)) if how == "cut short" else (lambda: read_layer(source, 2))
-    with pytest.raises(UserError, match=rf"{SINGLE}: tensor \S+ is cut short or has changed while it was read"):
-        last_or_edited()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_are_named(save_hf, tmp_path, dtype, value):
-    save_hf(tmp_path, dtype=dtype, **MIXED)
-
-    def spoil(tensors):
-        tensors[EXPERT][4, 3] = value
-
-    edit(tmp_path / SINGLE, lambda tensors: tensors[EXPERT].fill(np.finfo(np.float16).max))
-    source = open_source(tmp_path, load_config(tmp_path))
-    read_layer(source, 2)
-    edit(tmp_path / SINGLE, spoil)
-    with pytest.raises(UserError, match=f"tensor {EXPERT}, row 4 has a weight that is NaN or infinite"):
-        read_layer(source, 2)
-
-
-def test_an_expert_of_a_fused_tensor_is_named(tmp_path):
-    w_ENC = np.zeros((3, 8, 64), np.float32)
-    w_ENC[2, 5, 63] = np.inf
-    norm_D = np.array([1, np.nan], np.float32)
-    save_file({"experts": w_ENC, "norm": norm_D}, tmp_path / SINGLE)
-    with pytest.raises(UserError, match="tensor experts, expert 2, row 5 has"):
-        read_into([(tmp_path / SINGLE, "experts", np.empty_like(w_ENC))])
-    with pytest.raises(UserError, match="tensor norm has"):
-        read_into([(tmp_path / SINGLE, "norm", np.empty_like(norm_D))])
-
-
-def test_a_tensor_in_two_shards_is_refused(sharded, saved):
-    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
-    other = next(name for name in sorted(set(weight_map.values())) if name != weight_map[EXPERT])
-    edit(sharded / other, lambda tensors: tensors.update({EXPERT: saved[1][EXPERT]}))
-    message = error_of(sharded)
-    assert f"tensor {EXPERT} is in both" in message
-    assert other in message
-    assert weight_map[EXPERT] in message
-
-
-def test_a_vision_tower_is_skipped_and_said(single, saved):
+def test_a_vision_tower_is_skipped_and_said(single, saved, edit):
     tower = {"visual.patch_embed.proj.weight": np.ones((3, 3), np.float32), "model.vision_tower.norm": np.ones(3, "f4")}
     edit(single / SINGLE, lambda tensors: tensors.update(tower))
     lines = []
@@ -260,7 +159,7 @@ def test_a_vision_tower_is_skipped_and_said(single, saved):
     assert read_layer(source, 2).mlp.experts.down_ENC.shape == (4, 64, 32)
 
 
-def test_rotary_buffers_are_skipped_and_said(single, saved, capsys):
+def test_rotary_buffers_are_skipped_and_said(single, saved, capsys, edit):
     def change(tensors):
         for l in range(3):
             tensors[f"model.layers.{l}.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
@@ -274,7 +173,7 @@ def test_rotary_buffers_are_skipped_and_said(single, saved, capsys):
     assert lines == []
 
 
-def test_tied_embeddings(save_hf, tmp_path, capsys):
+def test_tied_embeddings(save_hf, tmp_path, capsys, edit_json, edit, error_of):
     save_hf(tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
     config = load_config(tmp_path)
     weights = load_weights(tmp_path, config, jnp.float32)
@@ -288,84 +187,7 @@ def test_tied_embeddings(save_hf, tmp_path, capsys):
     assert not np.array_equal(load_weights(tmp_path, load_config(tmp_path)).lm_head_DV.T, weights.embed_VD)
 
 
-def with_header(header, data=b""):
-    return struct.pack("<Q", len(header)) + header + data
-
-
-@pytest.mark.parametrize(
-    "damage",
-    {
-        "truncated": lambda good: good[:-1],
-        "longer": lambda good: good + b"\0",
-        "empty": lambda good: b"",
-        "cut in the length": lambda good: good[:5],
-        "cut in the header": lambda good: good[:100],
-        "absurd header length": lambda good: struct.pack("<Q", 1 << 60) + good[8:],
-        "header is not JSON": lambda good: good[:8] + b"<" + good[9:],
-        "header without offsets": lambda good: with_header(b'{"a":3}'),
-        "offsets beyond the end": lambda good: with_header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'),
-        "shape against offsets": lambda good: with_header(
-            b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b"\0" * 8
-        ),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_damaged_files(damage, single):
-    path = single / SINGLE
-    path.write_bytes(damage[1](path.read_bytes()))
-    assert f"{path} is damaged or not a safetensors file" in error_of(single)
-
-
-def test_an_undamaged_copy_loads(single, saved):
-    path = single / SINGLE
-    path.write_bytes(path.read_bytes())
-    config = load_config(single)
-    assert leaves_equal(load_weights(single, config), load_weights(saved[0] / "single", config))
-
-
-def test_index_errors(sharded):
-    index = sharded / INDEX
-    good = json.loads(index.read_text())
-    shard = good["weight_map"][EXPERT]
-
-    def error_with(weight_map):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        return error_of(sharded)
-
-    other = next(name for name in good["weight_map"].values() if name != shard)
-    moved = error_with(good["weight_map"] | {EXPERT: other})
-    assert f"tensor {EXPERT} is not in {other}, where the index puts it" in moved
-    assert "the checkpoint's index names it" in error_with(good["weight_map"] | {"a": "b.safetensors"})
-    assert "must name a file of the same folder, got '../x'" in error_with(good["weight_map"] | {EXPERT: "../x"})
-    assert "weight_map is missing or empty" in error_with({})
-    index.write_text("{")
-    assert f"{index} is not readable JSON" in error_of(sharded)
-    index.write_text(json.dumps(good))
-    (sharded / shard).unlink()
-    assert f"{sharded / shard} does not exist" in error_of(sharded)
-    index.unlink()
-    assert "holds neither" in error_of(sharded)
-
-
-def test_two_checkpoints_in_one_folder_are_refused(single, sharded):
-    shutil.copy(single / SINGLE, sharded)
-    assert "holds both" in error_of(sharded)
-
-
-def test_config_errors_name_the_file(single, tmp_path):
-    path = single / "config.json"
-    edit_json(path, lambda raw: raw.update(model_type="gpt2"))
-    assert f"{path}: model_type 'gpt2' is not supported" in error_of(single)
-    path.write_text("[]")
-    assert f"{path} must hold a JSON object, got list" in error_of(single)
-    path.write_bytes(b"\xff\xfe")
-    assert f"{path} is not readable JSON" in error_of(single)
-    path.unlink()
-    assert f"{path} does not exist" in error_of(single)
-    assert "nowhere is not a folder" in error_of(tmp_path / "nowhere")
-
-
-def test_end_tokens_of_the_generation_config_win(single):
+def test_end_tokens_of_the_generation_config_win(single, edit_json):
     generation = single / "generation_config.json"
     edit_json(single / "config.json", lambda raw: raw.update(eos_token_id=5))
     generation.write_text('{"eos_token_id": [6, 5]}')
@@ -376,7 +198,7 @@ def test_end_tokens_of_the_generation_config_win(single):
     assert load_config(single).eos_token_ids == (5,)
 
 
-def test_the_configuration_of_transformers_4_reads_the_same(single):
+def test_the_configuration_of_transformers_4_reads_the_same(single, edit_json):
     new = load_config(single)
     edit_json(single / "config.json", lambda raw: raw.update(rope_theta=raw.pop("rope_parameters")["rope_theta"]))
     edit_json(single / "config.json", lambda raw: raw.pop("layer_types"))
