@@ -4,10 +4,11 @@
     python benchmarks/kernels_prefill.py [--seconds 80] [--only REGEX] [--out FILE.jsonl]
 
 A call multiplies a chunk of 2,048 tokens by pages strewn over an arena of several GiB; calls in a jitted loop rotate
-through sets of experts. "layer" is all of ``moe_ffn``, "products" is gate_up, activation and down on sorted pairs.
-Everything is compiled first: a compilation beside a timing starves its launches. Each model is held to the definition
-with bitwidths 2 to 8 mixed over its experts, then timed at each: median of 21 repetitions. The peers are PyTorch's
-``grouped_mm``, the same two parts, and one cuBLAS product per expert, in CUDA graphs.
+through sets of experts. "layer" is all of ``moe_ffn``, "products" is gate_up, activation and down on sorted pairs. One
+program serves all bitwidths; each is timed, and 2 to 8 mixed over the experts: median of 21 repetitions. The peers are
+PyTorch's ``grouped_mm``, the same two parts, and one cuBLAS product per expert, in CUDA graphs, which compilation
+beside them does not disturb; a model's loops are compiled side by side before the first of them is timed, and its
+definition, which the mixed bitwidths are held to, after the last.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from jax import lax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kernels_inputs import REPETITIONS, graph_us, pages_of, random_arena, relative_error
-from record import append_result
+from kernels_inputs import REPETITIONS, graph_us, pages_of, random_arena, relative_error, weighted_sum
+from record import Results, append_result
 
 from pallas_kernels.moe_ffn import grouped, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
@@ -49,7 +50,8 @@ def calls_of(spec: MoESpec):
     config = grouped.configure(jnp.bfloat16, TOKENS * spec.top_k / spec.num_experts)
 
     def layer(arena, frames, bits_EU, m_TD, weights_TK, ids_TK):
-        return grouped.moe_ffn(arena, pages_of(spec, frames, bits_EU), m_TD, ids_TK, weights_TK, spec.activation)[0]
+        y_TKD, _ = grouped.moe_ffn(arena, pages_of(spec, frames, bits_EU), m_TD, ids_TK, spec.activation)
+        return weighted_sum(y_TKD, weights_TK)
 
     def products(arena, frames, bits_EU, m_TD, weights_TK, tiles):
         pages = pages_of(spec, frames, bits_EU)
@@ -133,6 +135,57 @@ def peers(spec: MoESpec, ids_STK: np.ndarray) -> dict[tuple[str, str], float]:
     return results
 
 
+def time_model(spec: MoESpec, results: Results, seconds_left) -> None:
+    """Prints and records every case of a model, each as soon as it is timed."""
+    start = time.perf_counter()
+    rng, (arena, tables) = np.random.default_rng(3), random_arena(spec)
+    frames, ids = [jnp.asarray(table) for table in tables], [jnp.asarray(ids_TK) for ids_TK in draw_ids(spec)]
+    m_TD = jnp.asarray(rng.standard_normal((TOKENS, spec.hidden_size)) * spec.hidden_size**-0.5, jnp.bfloat16)
+    weights_TK = jnp.asarray(rng.random(ids[0].shape), jnp.float32)
+
+    def with_bits(bits_E):
+        return arena, frames, jnp.asarray(np.stack([bits_E, bits_E], axis=1), jnp.int32), m_TD, weights_TK
+
+    mixed = with_bits(2 + np.arange(spec.num_experts) % 7)
+
+    def compile_part(rotate, call):
+        sets = [jax.jit(rotate)(ids_TK) for ids_TK in ids]
+        return loop(call).lower(*mixed, sets).compile(), sets
+
+    def show(part: str, how: str, us: float, peer: float | None):
+        ratio = round(us / peer, 3) if peer else None
+        print(f"    {part:10}{how:22}{us:>9.1f} us   {ratio or '':>6} x grouped_mm", flush=True)
+        record = {"model": spec.name, "tokens": TOKENS, "part": part, "how": how, "us": round(us, 1)}
+        append_result(results, "kernels_prefill", record | {"to_grouped_mm": ratio})
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {part: pool.submit(compile_part, *call) for part, call in calls_of(spec).items()}
+        peer_us = peers(spec, draw_ids(spec))
+        wait(jobs.values())
+    print(f"{spec.name}, {TOKENS} tokens; compiled after {time.perf_counter() - start:.1f} s", flush=True)
+    for (part, how), us in peer_us.items():
+        show(part, how, us, peer_us.get((part, "torch grouped_mm")))
+    cases = [(f"{bits} bits", with_bits(np.full(spec.num_experts, bits))) for bits in WIDTHS]
+    for how, args in [*cases, ("2 to 8 bits mixed", mixed)]:
+        for part, job in jobs.items():
+            run, sets = job.result()
+            show(part, how, median_us(run, *args, sets), peer_us.get((part, "torch grouped_mm")))
+    if seconds_left() < 0:
+        print("out of time for the definition")
+        return
+
+    def define(arena, frames, bits_EU, m_TD, weights_TK, ids_TK):
+        pages, x_TD = pages_of(spec, frames, bits_EU), m_TD.astype(jnp.float32)
+        return reference.moe_ffn(arena, pages, x_TD, ids_TK, weights_TK, spec.activation)[0]
+
+    layer = calls_of(spec)["layer"][1]
+    error = relative_error(*(jax.jit(f)(*mixed, ids[0]) for f in (layer, define)))
+    print(f"    relative error {error:.1e}", flush=True)
+    append_result(results, "kernels_prefill", {"model": spec.name, "tokens": TOKENS, "error": error})
+    if not error < 1e-2:
+        raise AssertionError(f"{spec.name}: relative error {error}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=80, help="start no case after this long")
@@ -145,53 +198,12 @@ def main() -> int:
     start = time.perf_counter()
     specs = [spec for spec in SPECS.values() if re.search(options.only, spec.name)]
 
-    def prepare(spec: MoESpec, arena, tables):
-        rng, frames = np.random.default_rng(3), [jnp.asarray(table) for table in tables]
-        m_TD = jnp.asarray(rng.standard_normal((TOKENS, spec.hidden_size)) * spec.hidden_size**-0.5, jnp.bfloat16)
-        ids = [jnp.asarray(ids_TK) for ids_TK in draw_ids(spec)]
-        args = arena, frames, jnp.full((spec.num_experts, 2), 4, jnp.int32), m_TD
-        args = *args, jnp.asarray(rng.random(ids[0].shape), jnp.float32)
-
-        def compile_part(rotate, call):
-            sets = [jax.jit(rotate)(ids_TK) for ids_TK in ids]
-            return loop(call).lower(*args, sets).compile(), sets
-
-        def define(arena, frames, bits_EU, m_TD, weights_TK, ids_TK):
-            pages, x_TD = pages_of(spec, frames, bits_EU), m_TD.astype(jnp.float32)
-            return reference.moe_ffn(arena, pages, x_TD, ids_TK, weights_TK, spec.activation)[0]
-
-        check = [jax.jit(f).lower(*args, ids[0]).compile() for f in (calls_of(spec)["layer"][1], define)]
-        return args, ids[0], check, {part: compile_part(*call) for part, call in calls_of(spec).items()}
-
-    with ThreadPoolExecutor(len(specs)) as pool:
-        prepared = [pool.submit(prepare, spec, *random_arena(spec)) for spec in specs]
-        wait(prepared)  # nothing may compile beside a timing
-    print(f"{time.perf_counter() - start:.1f} s to compile", flush=True)
-    for spec, job in zip(specs, prepared):
+    results = Results(options.out)
+    for spec in specs:
         if time.perf_counter() - start > options.seconds:
             print("out of time for", spec.name)
             continue
-        args, ids_TK, check, parts = job.result()
-        by_name = {f"{bits} bits": np.full(spec.num_experts, bits) for bits in WIDTHS}
-        by_name["2 to 8 bits mixed"] = 2 + np.arange(spec.num_experts) % 7
-
-        def with_bits(bits_E, args=args):
-            return *args[:2], jnp.asarray(np.stack([bits_E, bits_E], axis=1), jnp.int32), *args[3:]
-
-        error = relative_error(*(f(*with_bits(by_name["2 to 8 bits mixed"]), ids_TK) for f in check))
-        print(f"{spec.name}, {TOKENS} tokens, relative error {error:.1e}", flush=True)
-        if not error < 1e-2:
-            raise AssertionError(f"{spec.name}: relative error {error}")
-        measured = peers(spec, draw_ids(spec))
-        for name, bits_E in by_name.items():
-            for part, (run, sets) in parts.items():
-                measured[part, name] = median_us(run, *with_bits(bits_E), sets)
-        for (part, how), us in measured.items():
-            peer = measured.get((part, "torch grouped_mm"))
-            ratio = round(us / peer, 3) if peer else None
-            print(f"    {part:10}{how:22}{us:>9.1f} us   {ratio or '':>6} x grouped_mm", flush=True)
-            record = {"model": spec.name, "tokens": TOKENS, "part": part, "how": how, "us": round(us, 1)}
-            append_result(options.out, "kernels_prefill", record | {"to_grouped_mm": ratio, "error": error})
+        time_model(spec, results, lambda: options.seconds - (time.perf_counter() - start))
     return 0
 
 
