@@ -24,7 +24,8 @@ from aot_h200 import DUMP, SPILLED_BYTES, compile_for_h200, resources
 # JAX reads what aot_h200 sets when it is imported, so these imports stand below it.
 import jax
 import jax.numpy as jnp
-from decode import FRAME_WORDS, abstract_model, qwen_moe_config
+from random_checkpoint import qwen_moe_config
+from random_model import FRAME_WORDS, abstract_model
 
 from pagedweight_jax.serving import steps
 
@@ -36,18 +37,19 @@ LAUNCH = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?\s(?:fusion|custom-call|cop
 
 
 def cases(layers: int, batches: list[int], chunks: list[int], implementation: str) -> Iterator[tuple]:
-    """Yields (name, step, abstract arguments), the state the second of them."""
+    """Yields (name, step, its compiler options, abstract arguments), the state the second of them."""
     config, num_frames = qwen_moe_config(layers), ARENA_BYTES // (4 * FRAME_WORDS)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     for rows in batches:
         step = partial(steps.decode_loop.__wrapped__, num_steps=8, implementation=implementation)
-        yield f"decode, {rows} rows", step, abstract_model(config, rows, 4096, num_frames)
+        yield f"decode, {rows} rows", step, steps.COMPILER_OPTIONS, abstract_model(config, rows, 4096, num_frames)
     for chunk in chunks:
         step = partial(steps.prefill_step.__wrapped__, implementation=implementation)
         tokens = jax.ShapeDtypeStruct((chunk,), jnp.int32)
         yield (
             f"prefill, {chunk} tokens",
             step,
+            None,
             (*abstract_model(config, 16, 4096, num_frames), scalar, tokens, scalar, scalar),
         )
 
@@ -76,9 +78,10 @@ def main() -> int:
     arguments = parser.parse_args()
     failed = False
     print(f"jax {jax.__version__}, H200, {arguments.layers} layers, arena of {ARENA_BYTES >> 30} GiB")
-    for name, step, args in cases(arguments.layers, arguments.batches, arguments.chunks, arguments.implementation):
+    todo = cases(arguments.layers, arguments.batches, arguments.chunks, arguments.implementation)
+    for name, step, options, args in todo:
         began = time.perf_counter()
-        compiled, files = compile_for_h200(step, *args, donate_argnums=1)
+        compiled, files = compile_for_h200(step, *args, donate_argnums=1, compiler_options=options)
         seconds = time.perf_counter() - began
         memory, hlo = compiled.memory_analysis(), compiled.as_text()
         most_bytes = MOST_TEMPORARY_SHARE * ARENA_BYTES

@@ -41,6 +41,7 @@ from kernels_inputs import (
     random_arena,
     relative_error,
     seconds_of,
+    weighted_sum,
 )
 from record import environment
 
@@ -139,7 +140,7 @@ def measure(compiled: dict, inputs: Inputs, copy_rate: float, options):
     case, layer, experts = inputs.case, compiled["layer"], np.arange(inputs.case.spec.num_experts)
     args = inputs.args(2 + experts % 7)
     (arena, frames, bits_EU, weights_TK), ids, m_TD = args
-    expected = compiled["define"](arena, frames, bits_EU, m_TD.astype(jnp.float32), ids[-1], weights_TK)[0]
+    expected = compiled["define"](arena, frames, bits_EU, m_TD.astype(jnp.float32), ids[-1], weights_TK)
     error = relative_error(layer(*args), expected)
     if not error < 1e-2:
         raise AssertionError(f"relative error {error}")
@@ -186,7 +187,8 @@ def main() -> int:
         spec, inputs = case.spec, make_inputs(case, *memory[case.spec.name])
 
         def define(arena, frames, bits_EU, m_TD, ids_TK, weights_TK):
-            return reference.moe_ffn(arena, pages_of(spec, frames, bits_EU), m_TD, ids_TK, weights_TK, spec.activation)
+            y_TKD = reference.moe_ffn(arena, pages_of(spec, frames, bits_EU), m_TD, ids_TK, spec.activation)[0]
+            return weighted_sum(y_TKD, weights_TK)
 
         (arena, frames, bits_EU, weights_TK), ids, m_TD = inputs.args(np.zeros(spec.num_experts))
         float_m_TD = m_TD.astype(jnp.float32)

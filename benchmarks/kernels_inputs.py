@@ -219,12 +219,17 @@ def make_inputs(case: Case, arena: jax.Array, tables: list) -> Inputs:
     )
 
 
+def weighted_sum(y_TKD: jax.Array, weights_TK: jax.Array) -> jax.Array:
+    """Returns the layer's output from its experts'."""
+    return jnp.sum(weights_TK[..., None] * y_TKD, axis=1)
+
+
 def lower_layer(inputs: Inputs) -> jax.stages.Lowered:
     """Returns the loop of the case's calls, lowered; it takes ``inputs.args(bits_E)``."""
     spec = inputs.case.spec
 
     def layer(arena, frames, bits_EU, weights_TK, ids_TK, m_TD):
         pages = pages_of(spec, frames, bits_EU)
-        return pallas_triton.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, spec.activation)[0]
+        return weighted_sum(pallas_triton.moe_ffn(arena, pages, m_TD, ids_TK, spec.activation)[0], weights_TK)
 
     return loop(layer, inputs.rounds).lower(*inputs.args(np.full(spec.num_experts, spec.max_bits)))

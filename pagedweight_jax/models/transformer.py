@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.models.attention import dense_attention, project_qkv
-from pagedweight_jax.models.layers import activation, rms_norm
+from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 from pallas_kernels.dense import api as dense
-from pallas_kernels.routing.api import norm_and_route, norm_route_and_gate
+from pallas_kernels.routing.api import route
 
 Carry = TypeVar("Carry")
 
@@ -21,7 +21,59 @@ Attend = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, ja
 """(carry, layer, q_THM, k_TJM, v_TJM) -> (carry, o_THM); q and k are rotated already where positions were given."""
 
 Experts = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, jax.Array]]
-"""(carry, sparse_layer, m_TD, ids_TK, weights_TK) -> (carry, y_TD); the routed experts' sum alone, float32."""
+"""(carry, sparse_layer, m_TD, ids_TK, weights_TK) -> (carry, y), float32.
+
+y is [T, K, D], each routed expert's output before its weight, or [T, D], their weighted sum.
+"""
+
+
+def normed_layer(
+    config: ModelConfig,
+    layer: int,
+    w: LayerWeights,
+    x_TD: jax.Array,
+    n_TD: jax.Array,
+    next_norm_D: jax.Array,
+    positions_T: jax.Array | None,
+    carry: Carry,
+    attend: Attend,
+    experts: Experts,
+    implementation: str = "xla",
+    first_T: jax.Array | None = None,
+) -> tuple[Carry, jax.Array, jax.Array]:
+    """Returns the carry, the hidden states after one layer and their norm for the next, [T, D] in x's dtype.
+
+    The routed experts and the shared one depend on nothing of each other until they are added: their kernels may run
+    side by side.
+
+    Args: as of ``forward``, and
+      x_TD, n_TD: hidden states, and the same after the layer's input norm.
+      next_norm_D: weights of the norm that follows the layer.
+      first_T: int32, added to the ids of each token's experts.
+    """
+    which = {"implementation": implementation}
+    with jax.named_scope("attention"):
+        carry, o_THM = attend(carry, layer, *project_qkv(n_TD, w.attention, positions_T, config, **which))
+        o_TN = o_THM.reshape(o_THM.shape[0], -1).astype(x_TD.dtype)
+        parts_STD = dense.project_parts(o_TN, w.attention.o_ND, **which)
+        x_TD, m_TD = dense.add_norm(x_TD, w.post_attention_norm_D, config.rms_norm_eps, parts_STD=parts_STD, **which)
+    addends, mlp, scope = {}, w.mlp, "mlp"
+    if isinstance(w.mlp, MoEWeights):
+        with jax.named_scope("router"):
+            weights_TK, ids_TK, addends["factor_T1"] = route(
+                m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob,
+                shared_gate_D=w.mlp.shared_gate_D, first_T=first_T, **which,
+            )  # fmt: skip
+        with jax.named_scope("experts"):
+            carry, y = experts(carry, sum(config.sparse_layers[:layer]), m_TD, ids_TK, weights_TK)
+            addends["routed"] = (y, weights_TK) if y.ndim == 3 else (y[:, None], jnp.ones((len(y), 1), y.dtype))
+        mlp, scope = w.mlp.shared, "shared_expert"
+    if mlp is not None:
+        with jax.named_scope(scope):
+            h_TF = dense.gated(m_TD, mlp.gate_DF, mlp.up_DF, activation=config.hidden_act, **which)
+            addends["parts_STD"] = dense.project_parts(h_TF, mlp.down_FD, **which)
+    with jax.named_scope("next_norm"):
+        return carry, *dense.add_norm(x_TD, next_norm_D, config.rms_norm_eps, **addends, **which)
 
 
 def decoder_layer(
@@ -33,44 +85,16 @@ def decoder_layer(
     carry: Carry,
     attend: Attend,
     experts: Experts,
-    implementation: str = "xla",
-    first_T: jax.Array | None = None,
 ) -> tuple[Carry, jax.Array]:
-    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype.
+    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype; args as of ``forward``."""
+    _, n_TD = dense.add_norm(x_TD, w.input_norm_D, config.rms_norm_eps)
+    nobodys = w.input_norm_D  # what follows is not known
+    return normed_layer(config, layer, w, x_TD, n_TD, nobodys, positions_T, carry, attend, experts)[:2]
 
-    Args: as of ``forward``, and
-      first_T: int32, added to the ids of each token's experts.
-    """
-    which = {"implementation": implementation}
-    with jax.named_scope("attention"):
-        qkv = project_qkv(x_TD, w.attention, positions_T, config, norm_D=w.input_norm_D, **which)
-        carry, o_THM = attend(carry, layer, *qkv)
-        o_TN = o_THM.reshape(o_THM.shape[0], -1).astype(x_TD.dtype)
-        x_TD = dense.project_add(o_TN, w.attention.o_ND, x_TD, **which)
-    if not isinstance(w.mlp, MoEWeights):
-        with jax.named_scope("mlp"):
-            norm = {"norm_D": w.post_attention_norm_D, "eps": config.rms_norm_eps}
-            h_TF = dense.gated(x_TD, w.mlp.gate_DF, w.mlp.up_DF, activation=config.hidden_act, **norm, **which)
-            return carry, dense.project_add(h_TF, w.mlp.down_FD, x_TD, **which)
-    sparse_layer = sum(config.sparse_layers[:layer])
-    routing = w.post_attention_norm_D, config.rms_norm_eps, w.mlp.router_DE
-    top = config.num_experts_per_tok, config.norm_topk_prob
-    if w.mlp.shared is None:
-        with jax.named_scope("router"):
-            m_TD, weights_TK, ids_TK = norm_and_route(x_TD, *routing, *top, first_T=first_T, **which)
-        with jax.named_scope("experts"):
-            carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
-        return carry, x_TD + y_TD.astype(x_TD.dtype)
-    with jax.named_scope("router"):
-        shared = w.mlp.shared.gate_DF, w.mlp.shared.up_DF, w.mlp.shared_gate_D
-        m_TD, weights_TK, ids_TK, h_TF, factor_T1 = norm_route_and_gate(
-            x_TD, *routing, *top, shared, activation=config.hidden_act, first_T=first_T, **which
-        )
-    with jax.named_scope("experts"):
-        carry, y_TD = experts(carry, sparse_layer, m_TD, ids_TK, weights_TK)
-    with jax.named_scope("shared_expert"):
-        down_FD = w.mlp.shared.down_FD
-        return carry, dense.project_add(h_TF, down_FD, x_TD, factor_T1=factor_T1, addend_TD=y_TD, **which)
+
+def following_norms(weights: Weights) -> list[jax.Array]:
+    """Returns the weights of the norm that follows each layer: the next one's, in the end the final one."""
+    return [*(w.input_norm_D for w in weights.layers[1:]), weights.norm_D]
 
 
 def forward(
@@ -98,9 +122,14 @@ def forward(
     """
     config = weights.config
     x_TD = weights.embed_VD[tokens_T]
-    for layer, w in enumerate(weights.layers):
-        carry, x_TD = decoder_layer(config, layer, w, x_TD, positions_T, carry, attend, experts, implementation)
-    return carry, rms_norm(x_TD, weights.norm_D, config.rms_norm_eps)
+    x_TD, n_TD = dense.add_norm(
+        x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, implementation=implementation
+    )
+    for layer, (w, next_norm_D) in enumerate(zip(weights.layers, following_norms(weights), strict=True)):
+        carry, x_TD, n_TD = normed_layer(
+            config, layer, w, x_TD, n_TD, next_norm_D, positions_T, carry, attend, experts, implementation
+        )
+    return carry, n_TD
 
 
 def logits(weights: Weights, hidden_TD: jax.Array, implementation: str = "xla") -> jax.Array:

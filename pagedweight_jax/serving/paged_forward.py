@@ -10,12 +10,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pagedweight_jax.models.layers import activation, rms_norm, rope_tables
+from pagedweight_jax.models.layers import activation, rope_tables
 from pagedweight_jax.models.moe import dense_experts
-from pagedweight_jax.models.transformer import decoder_layer
+from pagedweight_jax.models.transformer import following_norms, normed_layer
 from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 from pagedweight_jax.serving.state import DecodeState
 from pagedweight_jax.serving.trace import pack_layers
+from pallas_kernels.dense.api import add_norm
 from pallas_kernels.moe_ffn.api import moe_ffn
 from pallas_kernels.moe_ffn.pages import WeightPages
 from pallas_kernels.paged_attention.api import paged_attention, rotate_and_write_kv
@@ -84,8 +85,11 @@ def paged_forward(
     which = {"implementation": implementation}
 
     @partial(jax.jit, static_argnames="window")
-    def run_layer(w: LayerWeights, x_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first_T, *, window):
-        """Returns (arena, hidden states, what the experts saw)."""
+    def run_layer(
+        w: LayerWeights, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first_T,
+        *, window,
+    ):  # fmt: skip
+        """Returns (arena, hidden states, their norm for the next layer, what the experts saw)."""
 
         def attend(carry, _, q_THM, k_TJM, v_TJM):
             arena_AW, seen = carry
@@ -109,33 +113,31 @@ def paged_forward(
             arena_AW, _ = carry
             if pages is None:
                 act = activation(config.hidden_act)
-                y_TD, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, act)
+                y, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, act)
             else:
-                y_TD, h_square_TK = moe_ffn(
-                    arena_AW, pages, m_TD, ids_TK, weights_TK, activation=config.hidden_act, **which
-                )
-            return (arena_AW, (ids_TK, weights_TK, m_TD, h_square_TK)), y_TD
+                y, h_square_TK = moe_ffn(arena_AW, pages, m_TD, ids_TK, activation=config.hidden_act, **which)
+            return (arena_AW, (ids_TK, weights_TK, m_TD, h_square_TK)), y
 
-        (arena_AW, seen), x_TD = decoder_layer(
-            config, 0, w, x_TD, None, (arena_AW, None), attend, experts, implementation, first_T
+        (arena_AW, seen), x_TD, n_TD = normed_layer(
+            config, 0, w, x_TD, n_TD, next_norm_D, None, (arena_AW, None), attend, experts, implementation, first_T
         )
-        return arena_AW, x_TD, seen
+        return arena_AW, x_TD, n_TD, seen
 
     merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS
-    arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
-    firsts = []
-    for layer, (w, table_RGF, window) in enumerate(zip(weights.layers, tables, config.windows, strict=True)):
+    arena_AW, x_TD, seen, firsts = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], [], []
+    x_TD, n_TD = add_norm(x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, **which)
+    layers = zip(weights.layers, following_norms(weights), tables, config.windows, strict=True)
+    for layer, (w, next_norm_D, table_RGF, window) in enumerate(layers):
         pages, first, num_blocks = None, 0, config.num_experts
         if isinstance(w.mlp, MoEWeights) and w.mlp.experts is None:
             pages, first = weight_pages(state, sum(config.sparse_layers[:layer]), merged=merged)
             num_blocks = pages.bits_EU.shape[0]
         first_T = jnp.where(there_T, first, num_blocks)  # no expert's id for a token that is not there
-        arena_AW, x_TD, of_layer = run_layer(
-            w, x_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first_T, window=window
+        arena_AW, x_TD, n_TD, of_layer = run_layer(
+            w, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first_T, window=window
         )
         if of_layer is not None:
             seen.append(of_layer)
             firsts.append(first)
-    hidden_TD = rms_norm(x_TD, weights.norm_D, config.rms_norm_eps)
     packed = pack_layers(seen, firsts, config.num_experts, implementation)
-    return arena_AW, hidden_TD.reshape(num_rows, num_tokens, -1), packed
+    return arena_AW, n_TD.reshape(num_rows, num_tokens, -1), packed

@@ -2,7 +2,8 @@
 """Every jitted function of the server. Pure: weights and state in, state and results out; the state is donated.
 
 The steps that run the model also return the ``RoutingSums`` of the tokens that they read, which are nobody's input.
-The bodies are plain functions of pytrees and can be called inside a user's own ``jit``; the public names are jitted.
+The bodies are plain functions of pytrees, the public names are jitted. Inside a ``jit`` of one's own call the bodies,
+``decode_loop.__wrapped__``: decode steps are compiled with ``COMPILER_OPTIONS``, which JAX takes outermost only.
 ``implementation`` is static: ``xla``, the definition, or ``triton``, kernels for NVIDIA GPUs; None takes ``triton``
 where JAX's default backend is a GPU.
 """
@@ -22,6 +23,9 @@ from pagedweight_jax.serving.sampling import sample
 from pagedweight_jax.serving.state import DecodeState
 from pagedweight_jax.serving.trace import ExpertTrace, RoutingSums, routing_sums, row_sums
 from pallas_kernels.frames.api import scatter_frames
+
+COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""Of decode steps: on a GPU, kernels that read nothing of each other's run side by side."""
 
 
 def _decode_step(
@@ -46,7 +50,7 @@ def _decode_step(
     return state, (token_B, trace)
 
 
-@partial(jax.jit, static_argnames="implementation", donate_argnames="state")
+@partial(jax.jit, static_argnames="implementation", donate_argnames="state", compiler_options=COMPILER_OPTIONS)
 def decode_step(
     weights: Weights, state: DecodeState, *, implementation: str | None = None
 ) -> tuple[DecodeState, jax.Array, RoutingSums]:
@@ -61,7 +65,12 @@ def decode_step(
     return state, token_B, row_sums(ExpertTrace.of_packed(trace[None]), weights.config.num_experts)
 
 
-@partial(jax.jit, static_argnames=("num_steps", "implementation"), donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames=("num_steps", "implementation"),
+    donate_argnames="state",
+    compiler_options=COMPILER_OPTIONS,
+)
 def decode_loop(
     weights: Weights, state: DecodeState, num_steps: int, *, implementation: str | None = None
 ) -> tuple[DecodeState, jax.Array, RoutingSums]:

@@ -16,23 +16,23 @@ def moe_ffn(
     pages: WeightPages,
     m_TD: jax.Array,
     ids_TK: jax.Array,
-    weights_TK: jax.Array,
     *,
     activation: str = "silu",
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_TD, h_square_TK), both float32: the experts' weighted sum, and how large their activations were.
+    """Returns (y_TKD, h_square_TK), both float32: the experts' outputs, and how large their activations were.
 
     With h_tk = act(gate[e] m_t) * (up[e] m_t) of e = ids_tk, rounded to m's dtype as it enters ``down``::
 
-        y_t = sum_k w_tk down[e] h_tk            h_square_tk = sum_f h_tkf^2, 0 where the id selects nothing
+        y_tk = down[e] h_tk            h_square_tk = sum_f h_tkf^2            both 0 where the id selects nothing
+
+    The layer's output is their sum by routing weights, sum_k w_tk y_tk, which is left to whoever adds it to something.
 
     Args:
       arena_AW: uint32[A, W], the arena's frames.
       pages: the layer's page map.
       m_TD: tokens' inputs, float32 or bfloat16.
       ids_TK: int32, selected experts; an id of E or more selects nothing (rows that are not in use).
-      weights_TK: float32 routing weights.
       activation: a key of ``ACTIVATIONS``.
       implementation: "xla", the definition, or "triton", Pallas kernels for NVIDIA GPUs.
 
@@ -49,4 +49,4 @@ def moe_ffn(
     module = module_of(__package__, implementation)
     if implementation == "triton" and m_TD.shape[0] > DECODE_TOKENS:
         from pallas_kernels.moe_ffn import grouped as module  # JAX may be without Triton: only when it is wanted
-    return module.moe_ffn(arena_AW, pages, m_TD, ids_TK.astype(jnp.int32), weights_TK, activation)
+    return module.moe_ffn(arena_AW, pages, m_TD, ids_TK.astype(jnp.int32), activation)

@@ -68,7 +68,7 @@ SPECS = {
 
 
 def abstract_args(spec: MoESpec, num_tokens: int, num_frames: int, dtype=jnp.bfloat16) -> tuple:
-    """Returns the shapes of ``moe_ffn``'s arguments: arena, pages, m_TD, ids_TK, weights_TK."""
+    """Returns the shapes of ``moe_ffn``'s arguments: arena, pages, m_TD, ids_TK."""
     shape = jax.ShapeDtypeStruct
     gate_up, down = spec.layouts
     pages = WeightPages(
@@ -83,7 +83,6 @@ def abstract_args(spec: MoESpec, num_tokens: int, num_frames: int, dtype=jnp.bfl
         pages,
         shape((num_tokens, spec.hidden_size), dtype),
         shape((num_tokens, spec.top_k), jnp.int32),
-        shape((num_tokens, spec.top_k), jnp.float32),
     )
 
 
@@ -122,12 +121,11 @@ def random_pages(spec: MoESpec, bits_EU: np.ndarray, seed: int = 0) -> tuple[jax
 
 
 def random_tokens(spec: MoESpec, num_tokens: int, seed: int = 0, dtype=jnp.float32) -> tuple:
-    """Returns (m_TD, ids_TK, weights_TK); ids run through all experts and E, which selects nothing, in random order."""
+    """Returns (m_TD, ids_TK); ids run through all experts and E, which selects nothing, in random order."""
     rng = np.random.default_rng(seed)
     ids = np.resize(rng.permutation(spec.num_experts + 1), num_tokens * spec.top_k).reshape(num_tokens, spec.top_k)
     m_TD = rng.standard_normal((num_tokens, spec.hidden_size)) * spec.hidden_size**-0.5
-    weights_TK = rng.random(ids.shape)
-    return jnp.asarray(m_TD, dtype), jnp.asarray(ids, jnp.int32), jnp.asarray(weights_TK, jnp.float32)
+    return jnp.asarray(m_TD, dtype), jnp.asarray(ids, jnp.int32)
 
 
 def cases() -> list[KernelCase]:

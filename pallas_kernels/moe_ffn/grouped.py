@@ -245,12 +245,11 @@ def moe_ffn(
     pages: WeightPages,
     m_TD: jax.Array,
     ids_TK: jax.Array,
-    weights_TK: jax.Array,
     activation: str,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_TD, h_square_TK), float32, as the API defines them, for the many tokens of a prefill chunk.
+    """Returns (y_TKD, h_square_TK), float32, as the API defines them, for the many tokens of a prefill chunk.
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
@@ -260,6 +259,6 @@ def moe_ffn(
     x_TC = order_columns(m_TD, pages.gate_up)
     h_PC, y_PD = products(arena_AW, pages, tiles, x_TC, activation, config, interpret)
     used_TK = ids_TK < num_experts
-    y_TKD = jnp.where(used_TK[..., None], weights_TK[..., None] * y_PD.reshape(*ids_TK.shape, -1), 0.0)
+    y_TKD = jnp.where(used_TK[..., None], y_PD.reshape(*ids_TK.shape, -1), 0.0)
     h_square_P = jnp.sum(jnp.square(h_PC.astype(jnp.float32)), axis=1)
-    return jnp.sum(y_TKD, axis=1), jnp.where(used_TK, h_square_P.reshape(ids_TK.shape), 0.0)
+    return y_TKD, jnp.where(used_TK, h_square_P.reshape(ids_TK.shape), 0.0)

@@ -80,14 +80,14 @@ def linear_block(
     config: Config,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns finish(W x_p) of every pair p, ``out`` [P, rows that ``finish`` leaves].
+    """Returns finish(W x_p) of every pair p, ``out`` [P, rows that ``finish`` leaves]; 0 where its id selects nothing.
 
     Args:
       arena_AW: uint32 frames.
       layout: of the blocks.
       frames_EF: int32, the blocks' frames.
       bits_EU, kind: bitwidths, and the column of them that belongs to these blocks.
-      ids_P: int32, the pairs' experts; rows of pairs with an id of E or more are not written.
+      ids_P: int32, the pairs' experts; an id of E or more selects nothing.
       x_XC: inputs; pair p reads row p // (P / X).
       slices: of the inputs.
       out: shape and dtype of the result.
@@ -102,6 +102,7 @@ def linear_block(
     num_experts = frames_EF.shape[0]
     num_warps, steps = config.num_warps, -(-num_chunks(layout) // config.num_warps)
     by_expert = grouped and num_experts < num_pairs  # a program per expert, else per pair: its expert's first one
+    slots, num_blocks = num_experts if by_expert else num_pairs, layout.rows // ROWS
 
     def kernel(arena, frames, bits_ref, ids, x, words, unit, out_ref):
         program, slot = pl.program_id(0), pl.program_id(1)
@@ -189,6 +190,11 @@ def linear_block(
                     pl.when((bits >= least) & (bits <= field_bits))(partial(each, PAIRS_AT_ONCE, products))
                     least = field_bits + 1
 
+        for start in range(0, num_pairs, slots):
+            pair = slot + start  # a store past the last pair is dropped
+            selects_nothing = ids[jnp.minimum(pair, num_pairs - 1)] >= num_experts
+            pl.when(selects_nothing)(partial(store, pair, program, jnp.zeros(out.shape[1] // num_blocks)))
+
         if not grouped:
             pl.when(e < num_experts)(lambda: run(bits_ref[e, kind], slot))
             return
@@ -199,7 +205,7 @@ def linear_block(
     ints = lax.bitcast_convert_type(arena_AW, jnp.int32)  # a view: no copy
     return pl.pallas_call(
         kernel,
-        grid=(layout.rows // ROWS, num_experts if by_expert else num_pairs),
+        grid=(num_blocks, slots),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 7,
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=out,
@@ -227,16 +233,14 @@ def moe_ffn(
     pages: WeightPages,
     m_TD: jax.Array,
     ids_TK: jax.Array,
-    weights_TK: jax.Array,
     activation: str,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_TD, h_square_TK), float32, as the API defines them, for the few tokens of a decode step.
+    """Returns (y_TKD, h_square_TK), float32, as the API defines them, for the few tokens of a decode step.
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
     ids_P, act, grouped = ids_TK.reshape(-1), ACTIVATIONS[activation], ids_TK.shape[0] > 1
-    used_TK = ids_TK < pages.bits_EU.shape[0]
 
     def gated(y_R):
         gate_R, up_R = (half.reshape(-1) for half in jnp.split(y_R.reshape(-1, 2), 2, axis=1))
@@ -257,6 +261,4 @@ def moe_ffn(
     h = sliced(h_PF, pages.down, ids_P, pages.bits_EU.shape[0])
     y_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.rows), jnp.float32)
     y_PD = product(pages.down, pages.down_frames_EF, 1, h_PF, h, y_shape)
-    y_TKD = y_PD.reshape(*ids_TK.shape, -1)
-    y_TD = jnp.sum(jnp.where(used_TK[..., None], weights_TK[..., None] * y_TKD, 0.0), axis=1)
-    return y_TD, h.square_X.reshape(ids_TK.shape)
+    return y_PD.reshape(*ids_TK.shape, -1), h.square_X.reshape(ids_TK.shape)

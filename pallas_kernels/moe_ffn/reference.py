@@ -46,10 +46,9 @@ def moe_ffn(
     pages: WeightPages,
     m_TD: jax.Array,
     ids_TK: jax.Array,
-    weights_TK: jax.Array,
     activation: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_TD, h_square_TK), both float32: sum_k w_k down[e_k] h_tk, and |h_tk|^2 of each selected expert.
+    """Returns (y_TKD, h_square_TK), both float32: down[e_k] h_tk, and |h_tk|^2 of each selected expert, else 0.
 
     h_tk = act(gate[e_k] m_t) * (up[e_k] m_t). Loops over the experts that some token uses, in ascending order, and
     dequantizes each once. The order and the shapes do not depend on the other rows' tokens, so neither does a row's
@@ -62,7 +61,7 @@ def moe_ffn(
     used_E = jnp.zeros(num_experts, bool).at[ids_TK].set(True, mode="drop")
     order_E = jnp.argsort(~used_E, stable=True)  # used experts first, ascending
 
-    def add_expert(e, y_TD, h_square_TK):
+    def run_expert(e, y_TKD, h_square_TK):
         gate_up_NC = read_block(arena_AW, pages.gate_up_frames_EF[e], pages.bits_EU[e, 0], pages.gate_up)
         down_NC = read_block(arena_AW, pages.down_frames_EF[e], pages.bits_EU[e, 1], pages.down)
         gate_up_TN = _project(m_TD, gate_up_NC)
@@ -70,14 +69,13 @@ def moe_ffn(
         h_TF = (act(gate_TF) * up_TF).astype(m_TD.dtype)
         down_TD = _project(h_TF, down_NC)
         chosen_TK = ids_TK == e
-        r_T = jnp.sum(jnp.where(chosen_TK, weights_TK, 0.0), axis=-1)
         h_square_T = jnp.sum(jnp.square(h_TF.astype(jnp.float32)), axis=-1)
-        return y_TD + r_T[:, None] * down_TD, jnp.where(chosen_TK, h_square_T[:, None], h_square_TK)
+        y_TKD = jnp.where(chosen_TK[..., None], down_TD[:, None], y_TKD)
+        return y_TKD, jnp.where(chosen_TK, h_square_T[:, None], h_square_TK)
 
-    def body(i, sums):
+    def body(i, found):
         e = order_E[i]
-        return lax.cond(used_E[e], lambda sums: add_expert(e, *sums), lambda sums: sums, sums)
+        return lax.cond(used_E[e], lambda found: run_expert(e, *found), lambda found: found, found)
 
-    y_TD = jnp.zeros((m_TD.shape[0], pages.down.rows), jnp.float32)
-    sums = y_TD, jnp.zeros(ids_TK.shape, jnp.float32)
-    return lax.fori_loop(0, min(num_experts, ids_TK.size), body, sums)
+    found = jnp.zeros((*ids_TK.shape, pages.down.rows), jnp.float32), jnp.zeros(ids_TK.shape, jnp.float32)
+    return lax.fori_loop(0, min(num_experts, ids_TK.size), body, found)

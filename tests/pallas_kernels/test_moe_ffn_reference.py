@@ -52,15 +52,15 @@ def random_experts(rng, bits_EU):
     return jnp.array(arena), pages, dense
 
 
-def loop(dense, m, ids, weights):
-    y, h_square = np.zeros((len(m), D)), np.zeros(ids.shape)
+def loop(dense, m, ids):
+    y, h_square = np.zeros((*ids.shape, D)), np.zeros(ids.shape)
     for t in range(len(m)):
         for k, e in enumerate(ids[t]):
             if e < E:
                 gate_up = dense[0][e].astype(np.float64) @ m[t]
                 gate, up = gate_up[:F], gate_up[F:]
                 h = gate / (1 + np.exp(-gate)) * up
-                y[t] += weights[t, k] * (dense[1][e].astype(np.float64) @ h)
+                y[t, k] = dense[1][e].astype(np.float64) @ h
                 h_square[t, k] = h @ h
     return y, h_square
 
@@ -72,13 +72,12 @@ def test_equals_a_loop_over_tokens_at_any_mix_of_bitwidths(seed, tokens):
     arena, pages, dense = random_experts(rng, rng.integers(BITS[0], BITS[1] + 1, (E, 2)))
     m = rng.normal(size=(tokens, D)).astype(np.float32)
     ids = np.stack([rng.permutation(E + 1)[:2] for _ in range(tokens)])  # E itself selects nothing
-    weights = rng.random((tokens, 2)).astype(np.float32)
-    out = jax.jit(moe_ffn)(arena, pages, m, ids, weights)
-    for ours, theirs in zip(out, loop(dense, m, ids, weights), strict=True):
+    out = jax.jit(moe_ffn)(arena, pages, m, ids)
+    for ours, theirs in zip(out, loop(dense, m, ids), strict=True):
         assert ours.dtype == jnp.float32
         assert relative_error(ours, theirs) < 1e-5
     wrong = [dense[0][::-1], dense[1]]
-    for ours, theirs in zip(out, loop(wrong, m, ids, weights), strict=True):
+    for ours, theirs in zip(out, loop(wrong, m, ids), strict=True):
         assert relative_error(ours, theirs) > 1e-2
 
 
@@ -86,7 +85,7 @@ def test_activations_are_measured_as_they_enter_down():
     rng = np.random.default_rng(3)
     arena, pages, dense = random_experts(rng, np.full((E, 2), 6))
     m = rng.normal(size=(4, D)).astype(jnp.bfloat16)
-    _, h_square = moe_ffn(arena, pages, m, np.arange(4)[:, None], np.ones((4, 1), np.float32))
+    _, h_square = moe_ffn(arena, pages, m, np.arange(4)[:, None])
     gate, up = np.split(np.einsum("enc,ec->en", np.stack(dense[0][:4]).astype(jnp.bfloat16), m, dtype=np.float32), 2, 1)
     h = (np.asarray(jax.nn.silu(gate)) * up).astype(jnp.bfloat16).astype(np.float64)  # rounded, then squared
     np.testing.assert_allclose(h_square[:, 0], np.sum(h * h, axis=1), rtol=1e-3)
@@ -97,12 +96,11 @@ def test_a_row_does_not_depend_on_the_other_rows():
     arena, pages, _ = random_experts(rng, rng.integers(BITS[0], BITS[1] + 1, (E, 2)))
     m = rng.normal(size=(6, D)).astype(np.float32)
     ids = rng.integers(0, E, (6, 2))
-    weights = rng.random((6, 2)).astype(np.float32)
     run = jax.jit(moe_ffn)
-    together = run(arena, pages, m, ids, weights)
+    together = run(arena, pages, m, ids)
     for row in range(6):
         alone_ids = np.where(np.arange(6)[:, None] == row, ids, E)
-        alone = run(arena, pages, np.where(np.arange(6)[:, None] == row, m, 0.0), alone_ids, weights)
+        alone = run(arena, pages, np.where(np.arange(6)[:, None] == row, m, 0.0), alone_ids)
         for one, all_rows in zip(alone, together, strict=True):
             chex.assert_trees_all_equal(one[row], all_rows[row])
             assert not np.any(np.delete(np.asarray(one), row, axis=0))
@@ -111,10 +109,10 @@ def test_a_row_does_not_depend_on_the_other_rows():
 def test_bad_arguments_are_refused():
     rng = np.random.default_rng(1)
     arena, pages, _ = random_experts(rng, np.full((E, 2), 4))
-    ids, weights = np.zeros((1, 2), int), np.ones((1, 2), np.float32)
+    ids = np.zeros((1, 2), int)
     with pytest.raises(ValueError, match="shapes disagree"):
-        moe_ffn(arena, pages, np.ones((1, D + 32), np.float32), ids, weights)
+        moe_ffn(arena, pages, np.ones((1, D + 32), np.float32), ids)
     with pytest.raises(ValueError, match="activation 'relu'"):
-        moe_ffn(arena, pages, np.ones((1, D), np.float32), ids, weights, activation="relu")
+        moe_ffn(arena, pages, np.ones((1, D), np.float32), ids, activation="relu")
     with pytest.raises(ValueError, match="implementation 'cuda'"):
-        moe_ffn(arena, pages, np.ones((1, D), np.float32), ids, weights, implementation="cuda")
+        moe_ffn(arena, pages, np.ones((1, D), np.float32), ids, implementation="cuda")

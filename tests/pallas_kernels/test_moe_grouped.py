@@ -75,21 +75,21 @@ def random_bits(spec, seed=1):
 
 
 def random_tokens(spec, num_tokens, dtype=jnp.float32):
-    """Returns (m_TD, ids_TK, weights_TK); expert 3 has no tokens, the id E selects nothing."""
+    """Returns (m_TD, ids_TK); expert 3 has no tokens, the id E selects nothing."""
     rng = np.random.default_rng(2)
     ids = rng.permuted(np.tile([0, 1, 2, 4, 5, 6, E], (num_tokens, 1)), axis=1)[:, : spec.top_k]
     m_TD = rng.standard_normal((num_tokens, spec.hidden_size)) * spec.hidden_size**-0.5
-    return jnp.asarray(m_TD, dtype), jnp.asarray(ids, jnp.int32), jnp.asarray(rng.random(ids.shape), jnp.float32)
+    return jnp.asarray(m_TD, dtype), jnp.asarray(ids, jnp.int32)
 
 
 @partial(jax.jit, static_argnames=("activation", "config", "interpret"))
-def run(arena, pages, m_TD, ids_TK, weights_TK, activation="silu", config=SMALL, interpret=True):
-    return grouped.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation, config, interpret=interpret)
+def run(arena, pages, m_TD, ids_TK, activation="silu", config=SMALL, interpret=True):
+    return grouped.moe_ffn(arena, pages, m_TD, ids_TK, activation, config, interpret=interpret)
 
 
 @partial(jax.jit, static_argnames="activation")
-def define(arena, pages, m_TD, ids_TK, weights_TK, activation="silu"):
-    return reference.moe_ffn(arena, pages, m_TD, ids_TK, weights_TK, activation)
+def define(arena, pages, m_TD, ids_TK, activation="silu"):
+    return reference.moe_ffn(arena, pages, m_TD, ids_TK, activation)
 
 
 @pytest.mark.parametrize("interpret", MODES)
@@ -128,11 +128,11 @@ def test_bfloat16_inputs_and_gelu(interpret):
 @pytest.mark.parametrize("interpret", MODES)
 def test_a_row_depends_on_no_other_row(interpret):
     arena, pages = random_pages(TINY, random_bits(TINY))
-    m_TD, ids_TK, weights_TK = random_tokens(TINY, 37)
-    together = [np.asarray(a) for a in run(arena, pages, m_TD, ids_TK, weights_TK, interpret=interpret)]
+    m_TD, ids_TK = random_tokens(TINY, 37)
+    together = [np.asarray(a) for a in run(arena, pages, m_TD, ids_TK, interpret=interpret)]
     for kept in (np.arange(37) == 5, np.arange(37) % 3 == 0):
         m, ids = jnp.where(kept[:, None], m_TD, jnp.nan), jnp.where(kept[:, None], ids_TK, E)
-        alone = [np.asarray(a) for a in run(arena, pages, m, ids, weights_TK, interpret=interpret)]
+        alone = [np.asarray(a) for a in run(arena, pages, m, ids, interpret=interpret)]
         for a, b in zip(alone, together, strict=True):
             np.testing.assert_array_equal(a[kept], b[kept])
             assert not a[~kept].any(), "rows that select nothing are zero, whatever they hold"
@@ -141,12 +141,12 @@ def test_a_row_depends_on_no_other_row(interpret):
 @pytest.mark.parametrize("interpret", MODES)
 def test_all_tokens_on_one_expert_and_none_at_all(interpret):
     arena, pages = random_pages(TINY, random_bits(TINY))
-    m_TD, ids_TK, weights_TK = random_tokens(TINY, 37)
+    m_TD, ids_TK = random_tokens(TINY, 37)
     for e in (3, E):
         ids_TK = jnp.full_like(ids_TK, E).at[:, 0].set(e)
-        found = run(arena, pages, m_TD, ids_TK, weights_TK, interpret=interpret)
+        found = run(arena, pages, m_TD, ids_TK, interpret=interpret)
         if e < E:
-            assert_equal(found, define(arena, pages, m_TD, ids_TK, weights_TK))
+            assert_equal(found, define(arena, pages, m_TD, ids_TK))
         else:
             assert not any(np.asarray(a).any() for a in found)
 
@@ -218,5 +218,5 @@ def test_prefill_of_real_sizes_lowers_to_triton(name):
     assert text.count('name = "grouped_gate_up"') == 1
     assert text.count('name = "grouped_down"') == 1
     y, h_square = lowered.out_info
-    assert y.shape == (2048, spec.hidden_size)
+    assert y.shape == (2048, spec.top_k, spec.hidden_size)
     assert h_square.shape == (2048, spec.top_k)
