@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.calibrate.routed import error_sums, routed_experts
+from pagedweight_jax.calibrate.finite import check_activations
+from pagedweight_jax.calibrate.routed import routed_experts, sums_and_squares
 from pagedweight_jax.config import ModelConfig
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.transformer import Experts, decoder_layer
-from pagedweight_jax.models.weights import LayerWeights
+from pagedweight_jax.models.weights import LayerWeights, MoEWeights
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +45,10 @@ NO_HOISTING = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
 def through_layer(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.Array, experts: Experts):
-    """Returns what ``experts`` carries (see ``transformer.Experts``), and what leaves the layer, [B, S, D]."""
+    """Returns what ``experts`` carries (see ``transformer.Experts``), and what leaves the layer, [B, S, D].
+
+    Experts are handed, and a dense layer carries, attended_BS: whether a token's query, key and value are finite.
+    """
     B, S, D = x_BSD.shape
 
     def attend(carry, layer, *qkv):
@@ -52,7 +56,8 @@ def through_layer(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.A
             return dense_attention(q_SHM, k_SJM, v_SJM, config.head_dim**-0.5, config.windows[layer])
 
         o_BSHM = jax.vmap(one_sequence)(*(x.reshape(B, S, *x.shape[1:]) for x in qkv))
-        return carry, o_BSHM.reshape(B * S, *o_BSHM.shape[2:])
+        attended_BS = jnp.stack([jnp.isfinite(x).all((1, 2)) for x in qkv]).all(0).reshape(B, S)
+        return attended_BS, o_BSHM.reshape(B * S, *o_BSHM.shape[2:])
 
     positions_T = jnp.tile(jnp.arange(S), B)
     carry, x_TD = decoder_layer(config, layer, w, x_BSD.reshape(B * S, D), positions_T, None, attend, experts)
@@ -67,15 +72,22 @@ def first_alike(config: ModelConfig, layer: int) -> int:
 
 @partial(jax.jit, static_argnums=(0, 1), compiler_options=NO_HOISTING)
 def _run_batch(config: ModelConfig, layer: int, w: LayerWeights, x_BSD: jax.Array):
-    """Returns the batch's ``error_sums`` (None for a dense layer), and the layer's output."""
+    """Returns the batch's ``error_sums`` (None for a dense layer), the layer's output, and what tells if all is finite.
+
+    The last are arguments of ``check_activations``.
+    """
     act = activation(config.hidden_act)
 
-    def experts(_, sparse_layer, *routed):
-        return routed, routed_experts(*routed, w.mlp.experts, act)
+    def experts(attended_BS, sparse_layer, *routed):
+        return (attended_BS, *routed), routed_experts(*routed, w.mlp.experts, act)
 
-    routed, y_BSD = through_layer(config, layer, w, x_BSD, experts)
-    sums = None if routed is None else error_sums(y_BSD.reshape(-1, y_BSD.shape[2]), *routed, w.mlp.experts, act)
-    return sums, y_BSD
+    carried, y_BSD = through_layer(config, layer, w, x_BSD, experts)
+    left_BS = jnp.isfinite(y_BSD).all(-1)
+    if not isinstance(w.mlp, MoEWeights):
+        return None, y_BSD, (carried, left_BS)
+    attended_BS, *routed = carried
+    sums, squares_UTK = sums_and_squares(y_BSD.reshape(-1, y_BSD.shape[2]), *routed, w.mlp.experts, act)
+    return sums, y_BSD, (attended_BS, left_BS, routed[1], squares_UTK)
 
 
 def run_layer(
@@ -96,19 +108,24 @@ def run_layer(
       w: its weights, with the experts.
       batches: the hidden states that enter it, [B, S, D], B whole sequences of S tokens; each new shape compiles once.
       emit: gets those that leave it, batch by batch.
+
+    Raises:
+      UserError: an activation is not finite.
     """
     same = first_alike(config, layer)
     w = jax.tree.map(jnp.asarray, w)
     E = config.num_experts
     gate_up_EC, down_EC = np.zeros((E, config.hidden_size)), np.zeros((E, config.moe_intermediate_size))
-    tokens_E, num_tokens = np.zeros(E, np.int64), 0
+    tokens_E, num_tokens, num_sequences = np.zeros(E, np.int64), 0, 0
     for x_BSD in batches:
-        sums, y_BSD = jax.device_get(_run_batch(config, same, w, jnp.asarray(x_BSD)))
+        sums, y_BSD, finite = jax.device_get(_run_batch(config, same, w, jnp.asarray(x_BSD)))
+        check_activations(layer, num_sequences, *finite)
         emit(y_BSD)
         if sums is not None:
             gate_up_EC += sums[0]
             down_EC += sums[1]
             tokens_E += sums[2]
+        num_sequences += len(x_BSD)
         num_tokens += x_BSD.shape[0] * x_BSD.shape[1]
     if not config.sparse_layers[layer]:
         return None

@@ -110,7 +110,7 @@ def _convert_experts(
         if not np.isfinite(moment_EC).all():
             e, c = np.argwhere(~np.isfinite(moment_EC))[0]
             raise UserError(
-                f"layer {layer} {name}: expert {e}, column {c}: the activations on the calibration text are not finite"
+                f"layer {layer} {name}: expert {e}, column {c}: the squared activations sum to infinity"
             )
     *importance_U, uncalibrated_E = importance(moments, min_tokens)
     pages, sensitivity_UEQ = {}, []

@@ -147,6 +147,21 @@ def error_sums(
       experts: their weights.
       act: the activation.
     """
+    return sums_and_squares(x_TD, m_TD, ids_TK, weights_TK, experts, act)[0]
+
+
+def sums_and_squares(
+    x_TD: jax.Array,
+    m_TD: jax.Array,
+    ids_TK: jax.Array,
+    weights_TK: jax.Array,
+    experts: ExpertWeights,
+    act: Activation,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], list[jax.Array]]:
+    """Returns ``error_sums``, and v |x|^2 of every routed pair, of gate_up and of down, float32[T, K].
+
+    Where an activation is not finite, that is not either. Arguments as of ``error_sums``.
+    """
     num_experts, D, F = experts.down_ENC.shape
     K = ids_TK.shape[1]
     residual_T1 = jnp.sum(jnp.square(x_TD.astype(jnp.float32)), axis=-1, keepdims=True)
@@ -154,17 +169,22 @@ def error_sums(
     column_EF = jnp.sum(jnp.square(experts.down_ENC.astype(jnp.float32)), axis=1)
 
     def run_block(sums, block):
-        gate_up_ED, down_EF = sums
+        gate_up_ED, down_EF, gate_up_A, down_A = sums
         e, pairs_B = block
         x_BD = _take(m_TD, pairs_B // K)
         gate_BF, up_BF = _gate_and_up(x_BD, experts.gate_up_ENC[e])
         a_BF, slope_BF = jax.jvp(act, (gate_BF,), (jnp.ones_like(gate_BF),))
         v_B = (jnp.square(slope_BF * up_BF) + jnp.square(a_BF)) @ column_EF[e] / (2 * F)
         share_B = _take(share_TK.reshape(-1), pairs_B)
-        gate_up_ED = gate_up_ED.at[e].add((share_B * v_B) @ jnp.square(x_BD.astype(jnp.float32)))
-        down_EF = down_EF.at[e].add(share_B @ jnp.square(a_BF * up_BF))
-        return (gate_up_ED, down_EF), None
+        square_BD, h_square_BF = jnp.square(x_BD.astype(jnp.float32)), jnp.square(a_BF * up_BF)
+        return (
+            gate_up_ED.at[e].add((share_B * v_B) @ square_BD),
+            down_EF.at[e].add(share_B @ h_square_BF),
+            gate_up_A.at[pairs_B].set(v_B * square_BD.sum(-1), mode="drop"),
+            down_A.at[pairs_B].set(h_square_BF.sum(-1), mode="drop"),
+        ), None
 
-    zeros = (jnp.zeros((num_experts, D)), jnp.zeros((num_experts, F)))
-    (gate_up_ED, down_EF), _ = jax.lax.scan(run_block, zeros, _blocks_by_expert(ids_TK, num_experts))
-    return gate_up_ED, down_EF, jnp.bincount(ids_TK.reshape(-1), length=num_experts)
+    zeros = (jnp.zeros((num_experts, D)), jnp.zeros((num_experts, F)), jnp.zeros(ids_TK.size), jnp.zeros(ids_TK.size))
+    (gate_up_ED, down_EF, *squares_UA), _ = jax.lax.scan(run_block, zeros, _blocks_by_expert(ids_TK, num_experts))
+    sums = gate_up_ED, down_EF, jnp.bincount(ids_TK.reshape(-1), length=num_experts)
+    return sums, [square_A.reshape(ids_TK.shape) for square_A in squares_UA]
