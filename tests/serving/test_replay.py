@@ -14,23 +14,25 @@ from pagedweight_jax.serving.events import read_events, write_events
 from pagedweight_jax.serving.replay import replay
 from pagedweight_jax.serving.request import SamplingParams
 
-CONFIG = ServeConfig(
+CONFIG = ServeConfig(  # the sizes of ``flat_engine``: one compilation for both
     memory_bytes=8 << 20,
-    max_num_seqs=3,
-    max_model_len=128,
+    max_num_seqs=4,
+    max_model_len=96,
     prefill_chunk_tokens=16,
     steps_per_call=4,
+    dtype="float32",
+    kv_dtype="float32",
     planner=PlannerConfig(low_watermark_blocks=1, high_watermark_blocks=2, hysteresis_boundaries=1),
 )
-FLOOR_BLOCKS = 14  # of KV cache beside weights at their floor: not enough for three contexts of eight
+FLOOR_BLOCKS = 14  # of KV cache beside weights at their floor: not enough for three contexts of six
 
 
 def make_work():
     rng = np.random.default_rng(3)
     work = []
     for i in range(14):
-        prompt = tuple(rng.integers(1, 128, rng.integers(2, 64)).tolist())
-        params = SamplingParams(max_tokens=128 - len(prompt), temperature=float(i % 2), seed=i, ignore_eos=True)
+        prompt = tuple(rng.integers(1, 128, rng.integers(2, 48)).tolist())
+        params = SamplingParams(max_tokens=96 - len(prompt), temperature=float(i % 2), seed=i, ignore_eos=True)
         work.append((prompt, params))
     work[5] = (work[5][0] * 2, None)  # scored, not continued
     return work
@@ -121,7 +123,8 @@ def test_what_is_not_the_record_of_this_work_is_refused_at_the_first_sign(tiny, 
     with pytest.raises(UserError, match=f"replay of boundary {done}: request 0 arrives, 0 of 0 have"):
         replay(engine, [replace(first, boundary=done)], [])
     lowering = next(event for event in events if event.lowered)
-    wrong = replace(lowering, boundary=done, lowered=((1, 2, 0, 8, 3),), arrived=(), cancelled=())
+    nothing = dict.fromkeys(("arrived", "cancelled", "admitted", "preempted", "raised"), ())
+    wrong = replace(lowering, boundary=done, lowered=((1, 2, 0, 8, 3),), lower_to=None, **nothing)
     with pytest.raises(UserError, match=r"the record changes block \[1, 2, 0\] at 8 bits, it runs at"):
         replay(engine, [wrong], work)
     assert len(engine.events) == done

@@ -101,14 +101,14 @@ def test_a_decode_call_counts_each_row_alone_as_far_as_it_ran(tiny, stepping):
     dense = tiny.dequantized(bits)
     rng = np.random.default_rng(6)
     prompts = {0: rng.integers(0, 128, 5).tolist(), 2: rng.integers(0, 128, 21).tolist()}
-    most = {0: 4, 2: 30}  # row 0 ends within the call, row 1 never begins
+    most = {0: 3, 2: 30}  # row 0 ends within the call, row 1 never begins
     state, first = stepping.state(bits), {}
     for row, prompt in prompts.items():
         state, first[row] = stepping.prefill(tiny.dense, stepping.start(state, row), row, prompt, most[row])
-    state, tokens_NB, sums = steps.decode_loop(tiny.dense, state, 8)
+    state, tokens_NB, sums = steps.decode_loop(tiny.dense, state, 4)
     for row, prompt in prompts.items():
         drawn = [int(t) for t in np.asarray(tokens_NB)[:, row] if t >= 0]
-        assert len(drawn) == {0: 3, 2: 8}[row]
+        assert len(drawn) == {0: 2, 2: 4}[row]
         layers = routed(dense, [*prompt, first[row], *drawn[:-1]])
         of_row = jax.tree.map(lambda leaf, row=row: leaf[row], sums)
         assert same(of_row, recount(dense, layers, len(prompt), len(prompt) + len(drawn)))
@@ -119,7 +119,7 @@ def test_a_decode_call_counts_each_row_alone_as_far_as_it_ran(tiny, stepping):
     before = sums
     state, _, once = steps.decode_step(tiny.dense, state)
     assert np.asarray(once.count_LE).sum(axis=(1, 2)).tolist() == [0, 0, once.mass_LE.shape[1] * 2]
-    assert np.asarray(before.count_LE).sum() == 11 * before.mass_LE.shape[1] * 2, "a later call took the sums away"
+    assert np.asarray(before.count_LE).sum() == 6 * before.mass_LE.shape[1] * 2, "a later call took the sums away"
 
 
 def test_the_unquantized_baseline_returns_the_same_sums(tiny, stepping):
@@ -157,10 +157,10 @@ def test_what_a_token_that_is_not_there_holds_counts_nothing():
 @pytest.fixture(scope="module")
 def engine(tiny):
     """Dynamic and with room for all, so at 6 bits; float32 on a GPU, too, for a recount."""
-    config = ServeConfig(
+    config = ServeConfig(  # the sizes of ``flat_engine``: one compilation for both
         memory_bytes=8 << 20,
-        max_num_seqs=3,
-        max_model_len=64,
+        max_num_seqs=4,
+        max_model_len=96,
         prefill_chunk_tokens=CHUNK,
         steps_per_call=4,
         dtype="float32",
