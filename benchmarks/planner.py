@@ -56,7 +56,7 @@ def draw_calibration(rng: np.random.Generator, shape_LE: tuple[int, int]) -> Cal
     mass_LE = rng.gamma(2.0, size=shape_LE)
     shape_UR = (2, widths - 1)
     heads = ResidualHeads(
-        weight_URX=rng.normal(size=(*shape_UR, 3)),
+        weight_URX=rng.normal(size=(*shape_UR, 6)),
         intercept_UR=rng.normal(size=shape_UR),
         confidence_UR=rng.random(shape_UR),
         low_UR=np.full(shape_UR, -2.0),

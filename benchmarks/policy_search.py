@@ -2,11 +2,12 @@
 """Tunes the planner's policy on calibration text, under three memory targets, many trials at a time.
 
     python benchmarks/policy_search.py demo.paged --text c4=calib.jsonl.xz --text books=calibration.txt \\
-        --journal benchmarks/results/policy_search.jsonl --write
+        --other wiki=wiki.test.raw --journal benchmarks/results/policy_search.jsonl --write
 
 Each text is a batch of its own: what routing and prompts can tell is how one batch differs from the average. The search
-begins with the checkpoint's own policy; the windows behind those that it was tuned on confirm what was found. The
-result is printed as JSON; ``--write`` keeps it, with its evidence, in the checkpoint.
+begins with the checkpoint's own policy; the windows behind those that it was tuned on confirm what was found, and other
+texts, on which nothing was tuned, say what it is worth. The result is printed as JSON; ``--write`` keeps it, with its
+evidence, in the checkpoint.
 """
 
 import argparse
@@ -34,8 +35,7 @@ class Scorer:
     texts: tuple[Text, ...]
     targets: tuple[int, ...]
     batch: int
-    run: Callable
-    folders: tuple[Path, Path]
+    rows: Callable[[Sequence[Case]], Iterator[dict]]
 
     def cases(self, policy: Policy) -> list[Case]:
         return [
@@ -53,7 +53,7 @@ class Scorer:
     def many(self, policies: Sequence[Policy]):
         cases = [case for policy in policies for case in self.cases(policy)]
         kl = []
-        for row in self.run(record, cases, *self.folders):
+        for row in self.rows(cases):
             kl.append(row["kl"])
             if len(kl) == len(self.targets) * len(self.texts):
                 yield np.reshape(kl, (len(self.targets), len(self.texts))).mean(axis=1)
@@ -61,6 +61,48 @@ class Scorer:
 
     def __call__(self, policy: Policy):
         return next(self.many([policy]))
+
+    def windows(self, policy: Policy) -> dict[str, np.ndarray]:
+        """Returns by text the KL of its windows at each memory target, [targets, windows]."""
+        rows = list(self.rows(self.cases(policy)))
+        return {
+            text.name: np.array([row["kl_windows"] for row in rows[place :: len(self.texts)]])
+            for place, text in enumerate(self.texts)
+        }
+
+
+def compare(scorer: Scorer, first: Policy, found: Policy) -> dict:
+    """Returns by text, and of all, what the policy found costs against the first one: mean over the targets.
+
+    ``relative`` of 1 is as much; its standard error is over windows, which are paired.
+    """
+    first_W, change_W = scorer.windows(first), scorer.windows(found)
+    for name, kl_TW in change_W.items():
+        change_W[name] = ((kl_TW - first_W[name]) / first_W[name].mean(axis=1, keepdims=True)).mean(axis=0)
+    return {
+        name: {
+            "windows": len(c_W),
+            "relative": round(1 + c_W.mean(), 5),
+            "standard_error": round(c_W.std(ddof=1) / len(c_W) ** 0.5, 5),
+        }
+        for name, c_W in (change_W | {"all": np.concatenate(list(change_W.values()))}).items()
+    }
+
+
+class Rows:
+    """Scores cases in worker processes, none of them twice."""
+
+    def __init__(self, run: Callable, model: Path, cache: Path):
+        self._run, self._folders, self._known = run, (model, cache), {}
+
+    def __call__(self, cases: Sequence[Case]) -> Iterator[dict]:
+        """Yields the cases' rows, in order."""
+        new = [case for case in dict.fromkeys(cases) if case not in self._known]
+        missing = iter(self._run(record, new, *self._folders))
+        for case in cases:
+            if case not in self._known:
+                self._known[case] = next(missing)
+            yield self._known[case]
 
 
 def half_life_moves(policy: Policy) -> Iterator[Policy]:
@@ -74,9 +116,11 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="paged, with what pagedweight calibrate measured")
     parser.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"), help="its Hugging Face folder")
     parser.add_argument("--text", action="append", required=True, help="NAME=PATH or NAME=PATH@WINDOWS_TO_SKIP")
+    parser.add_argument("--other", action="append", default=[], help="the same: to score what was found, not to tune")
     parser.add_argument("--targets", type=float, nargs="+", default=[3.25, 3.75, 4.5], help="bits at full context")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--windows", type=int, default=4, help="of each text, and as many more to confirm")
+    parser.add_argument("--windows", type=int, default=4, help="of each text to tune on")
+    parser.add_argument("--more-windows", type=int, default=12, help="of each text to confirm, and of each other text")
     parser.add_argument("--window", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes of two cores each")
@@ -85,7 +129,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the best policy in the checkpoint")
     args = parser.parse_args()
     tune = tuple(texts(args.text, args.windows, args.window))
-    confirm = tuple(replace(text, skip=text.skip + args.windows) for text in tune)
+    confirm = tuple(replace(text, skip=text.skip + args.windows, windows=args.more_windows) for text in tune)
+    other = tuple(texts(args.other, args.more_windows, args.window))
     targets = tuple(full_context_bytes(args.checkpoint, args.batch, args.window, bits) for bits in args.targets)
     checkpoint = open_checkpoint(args.checkpoint)
     online = read_policy(checkpoint)
@@ -94,28 +139,34 @@ def main() -> None:
     names = " ".join(f"{text.name}@{text.skip}" for text in tune)
     subject = (
         f"{sha256_of(checkpoint.path / MANIFEST)[:16]} {names} {args.batch} of {args.windows} x {args.window}, "
-        f"targets {targets}"
+        f"{args.more_windows} to confirm, targets {targets}"
     )
     with processes(args.workers) as run:
-        for row in run(unquantized, [*tune, *confirm], args.model, args.cache):
+        for row in run(unquantized, [*tune, *confirm, *other], args.model, args.cache):
             print(json.dumps(row), flush=True)
-        folders = (args.model, args.cache)
-        scorers = [Scorer(args.checkpoint, t, targets, args.batch, run, folders) for t in (tune, confirm)]
+        rows = Rows(run, args.model, args.cache)
+        tuning, confirming, others = (
+            Scorer(args.checkpoint, t, targets, args.batch, rows) for t in (tune, confirm, other)
+        )
         result = search(
-            scorers[0],
+            tuning,
             [lambda policy: [NEUTRAL], *default_moves(checkpoint.manifest.min_bits), half_life_moves],
             args.journal,
             subject=subject,
             start=online.policy,
-            confirm=scorers[1],
+            confirm=confirming,
             rounds=args.rounds,
             run=lambda scorer, policies: scorer.many(list(policies)),
         )
+        evidence = result.evidence()
+        for name, scorer in {"calibration_text": confirming, "other_text": others}.items():
+            if scorer.texts and result.best is not result.first:
+                evidence[name] = compare(scorer, result.first.policy, result.best.policy)
     for trial in result.trials:
         print([float(f"{s:.5g}") for s in trial.scores], trial.policy)
-    print(json.dumps(result.evidence(), indent=1))
+    print(json.dumps(evidence, indent=1))
     if args.write:
-        fit = online.fit | {"search": result.evidence()}
+        fit = online.fit | {"search": evidence}
         print(write_policy(checkpoint, replace(online, policy=result.policy, fit=fit)))
 
 

@@ -6,9 +6,10 @@ text at large. That is the business of the routing mass m. The residual is what 
 
     rho  =  log(D / (g m / m_text))        rho^  =  w . log(phi / phi_text) + a        eta  =  exp(alpha c clip(rho^))
 
-Heads are shared by all layers and experts, one per kind and one-bit reduction. Their confidence c is the share of the
-variance of rho that they explain in sequences they were not fitted to, so a head that has learnt nothing is silent.
-Everything here is numpy, on ``SequenceStatistics``. Letters: N sequences, L E U R X as in the planner.
+Heads are shared by all layers and experts, one per kind and one-bit reduction; phi are the features of both blocks of
+an expert. Their confidence c is the share of the variance of rho that they explain in sequences they were not fitted
+to, so a head that has learnt nothing is silent. Everything here is numpy, on ``SequenceStatistics``. Letters: N
+sequences, L E U R as in the planner, X the features of both kinds of blocks.
 """
 
 from collections.abc import Iterator
@@ -53,13 +54,13 @@ class Residuals:
       log_g_LEUR: log g.
       log_damage_NLEUR: log D.
       log_mass_NLE: log of the relative mass m / m_text.
-      x_NLEUX: log(phi / phi_text).
+      x_NLEX: log(phi / phi_text), gate_up's before down's.
     """
 
     log_g_LEUR: np.ndarray
     log_damage_NLEUR: np.ndarray
     log_mass_NLE: np.ndarray
-    x_NLEUX: np.ndarray
+    x_NLEX: np.ndarray
 
     @property
     def rho_NLEUR(self) -> np.ndarray:
@@ -151,7 +152,7 @@ def residuals(whole: SequenceStatistics, means: TextMeans) -> Residuals:
         log_g_LEUR=_log(means.damage_LEUR),
         log_damage_NLEUR=_log(whole.damage_NZLEUR[:, 0]),
         log_mass_NLE=log_mass_NLE,
-        x_NLEUX=_log(phi_NLEUX) - _log(means.features_LEUX),
+        x_NLEX=(_log(phi_NLEUX) - _log(means.features_LEUX)).reshape(*log_mass_NLE.shape, -1),
     )
 
 
@@ -182,11 +183,11 @@ def fit_heads(examples: Residuals) -> ResidualHeads:
       UserError: fewer than 2 used blocks of a kind.
     """
     *_, U, R = examples.log_g_LEUR.shape
-    X = examples.x_NLEUX.shape[-1]
-    rho_NLEUR = examples.rho_NLEUR
+    x_NLEX, rho_NLEUR = examples.x_NLEX, examples.rho_NLEUR
+    X = x_NLEX.shape[-1]
     weight_URX, intercept_UR, low_UR, high_UR = np.zeros((U, R, X)), *np.zeros((3, U, R))
     for u, r in np.ndindex(U, R):
-        x_NLEX, rho_NLE = examples.x_NLEUX[..., u, :], rho_NLEUR[..., u, r]
+        rho_NLE = rho_NLEUR[..., u, r]
         used_NLE = np.isfinite(rho_NLE) & np.isfinite(x_NLEX).all(axis=-1)
         if used_NLE.sum() < 2:
             raise UserError("calibration: the text uses too few experts to learn from; give more --samples")
@@ -201,9 +202,9 @@ def fit_heads(examples: Residuals) -> ResidualHeads:
     )
 
 
-def predict(heads: ResidualHeads, x_NLEUX: np.ndarray) -> np.ndarray:
+def predict(heads: ResidualHeads, x_NLEX: np.ndarray) -> np.ndarray:
     """Returns clip(rho^), [N, L, E, U, R]; NaN where a feature is."""
-    rho_NLEUR = np.einsum("...UX,URX->...UR", x_NLEUX, heads.weight_URX) + heads.intercept_UR
+    rho_NLEUR = np.einsum("...X,URX->...UR", x_NLEX, heads.weight_URX) + heads.intercept_UR
     return np.clip(rho_NLEUR, heads.low_UR, heads.high_UR)
 
 
@@ -231,7 +232,7 @@ def cross_fit(whole: SequenceStatistics, fallback_LEUR: np.ndarray) -> tuple[Res
         heads = fit_heads(residuals(whole.take(fitted), means))
         others = residuals(whole.take(held), means)
         g_NLEUR = np.broadcast_to(others.log_g_LEUR, others.log_damage_NLEUR.shape)
-        parts.append((others.log_damage_NLEUR, g_NLEUR, others.rho_NLEUR, predict(heads, others.x_NLEUX)))
+        parts.append((others.log_damage_NLEUR, g_NLEUR, others.rho_NLEUR, predict(heads, others.x_NLEX)))
     back_N = np.argsort(np.concatenate([held for _, held in folds(len(whole))]))
     measured_NLEUR, g_NLEUR, rho_NLEUR, predicted_NLEUR = (np.concatenate(arrays)[back_N] for arrays in zip(*parts))
     confidence_UR = np.maximum(r_squared(rho_NLEUR, predicted_NLEUR), 0)

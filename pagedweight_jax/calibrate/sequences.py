@@ -41,9 +41,9 @@ class SequenceStatistics:
     Attributes:
       damage_NZLEUR: D of each one-bit reduction, along R from the largest bitwidth down.
       mass_NZLE: the routing weights r of the tokens that chose the expert.
-      norm_NZLEU: r |x|, x being the block's input: m for gate_up, h = act(gate m) * (up m) for down.
-      square_NZLEU: r |x|^2.
-      max_NZLEU: the largest |x|.
+      norm_NZLEU: s, the relative size of what a token takes from the block (``planning.signals``).
+      square_NZLEU: s^2.
+      max_NZLEU: the largest s.
       tokens_NZLE: int32, how many tokens chose the expert.
     """
 
@@ -110,26 +110,26 @@ def _span_statistics(x_TD, m_TD, ids_TK, weights_TK, experts: ExpertWeights, del
     num_tokens, num_experts = len(x_TD), len(experts.down_ENC)
     *h_UEC, tokens_E = error_sums(x_TD, m_TD, ids_TK, weights_TK, experts, act)
     damage_UER = [jnp.einsum("EC,ECR->ER", h_EC, delta_ECR) for h_EC, delta_ECR in zip(h_UEC, delta_UECR)]
-    m_square_TK = jnp.broadcast_to(jnp.sum(jnp.square(m_TD), axis=-1, keepdims=True), ids_TK.shape)
-    square_TKU = jnp.stack([m_square_TK, hidden_squares(m_TD, ids_TK, experts, act)], axis=-1)
+    residual_T1 = jnp.sum(jnp.square(x_TD.astype(jnp.float32)), axis=-1, keepdims=True)
+    share_TK = weights_TK / jnp.sqrt(jnp.maximum(residual_T1, 1e-30))
+    size_TKU = jnp.stack([share_TK, share_TK * jnp.sqrt(hidden_squares(m_TD, ids_TK, experts, act))], axis=-1)
     return {
         "damage": jnp.stack(damage_UER, axis=1) / num_tokens,
-        **usage(ids_TK, weights_TK, square_TKU, num_experts),
+        **usage(ids_TK, weights_TK, size_TKU, num_experts),
         "tokens": tokens_E,
     }
 
 
-def usage(ids_TK: jax.Array, weights_TK: jax.Array, square_TKU: jax.Array, num_experts: int) -> dict[str, jax.Array]:
+def usage(ids_TK: jax.Array, weights_TK: jax.Array, size_TKU: jax.Array, num_experts: int) -> dict[str, jax.Array]:
     """Returns mass, norm, square and max of a span's T tokens, by the first part of their names in the statistics.
 
     No scatter is involved: a GPU's adds in any order, and the same text would not give the same policy.
 
     Args:
       ids_TK, weights_TK: the tokens' experts, and r.
-      square_TKU: |x|^2.
+      size_TKU: s.
       num_experts: E.
     """
-    r_TK1, x_TKU = weights_TK[..., None], jnp.sqrt(square_TKU)
     chosen_TKE1 = (ids_TK[..., None] == jnp.arange(num_experts))[..., None]
 
     def by_expert(values_TKX):  # [T, K, E, X]
@@ -139,10 +139,10 @@ def usage(ids_TK: jax.Array, weights_TK: jax.Array, square_TKU: jax.Array, num_e
         return jnp.sum(by_expert(values_TKX), axis=(0, 1)) / len(ids_TK)
 
     return {
-        "mass": mean(r_TK1)[:, 0],
-        "norm": mean(r_TK1 * x_TKU),
-        "square": mean(r_TK1 * square_TKU),
-        "max": jnp.max(by_expert(x_TKU), axis=(0, 1)),
+        "mass": mean(weights_TK[..., None])[:, 0],
+        "norm": mean(size_TKU),
+        "square": mean(jnp.square(size_TKU)),
+        "max": jnp.max(by_expert(size_TKU), axis=(0, 1)),
     }
 
 

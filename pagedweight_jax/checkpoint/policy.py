@@ -23,7 +23,7 @@ from pagedweight_jax.planning.policy import Policy
 
 POLICY = "policy.json"
 FORMAT = "pagedweight policy"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 AGAIN = "run pagedweight calibrate again"
 
 

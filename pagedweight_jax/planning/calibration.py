@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagedweight_jax.config import KINDS
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.planning.policy import NEUTRAL_POLICY, Policy
 from pagedweight_jax.planning.signals import NUM_FEATURES
@@ -19,7 +20,7 @@ class ResidualHeads:
     the block's own: x = log(φ / φ of calibration).
 
     Attributes:
-      weight_URX: float64, w.
+      weight_URX: float64, w, for the features of both blocks of the expert, gate_up's before down's.
       intercept_UR: float64, a.
       confidence_UR: float64, c, in [0, 1]; 0 leaves the global damage as it is.
       low_UR, high_UR: float64, ρ_min <= ρ_max, the bounds to which ρ̂ is clipped.
@@ -33,8 +34,8 @@ class ResidualHeads:
 
     def __post_init__(self):
         shape = self.weight_URX.shape
-        if len(shape) != 3 or shape[-1] != NUM_FEATURES:
-            raise UserError(f"residual heads: need weights [U, R, {NUM_FEATURES}], got {list(shape)}")
+        if len(shape) != 3 or shape[-1] != len(KINDS) * NUM_FEATURES:
+            raise UserError(f"residual heads: need weights [U, R, {len(KINDS) * NUM_FEATURES}], got {list(shape)}")
         for name in ("weight_URX", "intercept_UR", "confidence_UR", "low_UR", "high_UR"):
             array = getattr(self, name)
             if array.shape[:2] != shape[:2] or array.ndim != (3 if name == "weight_URX" else 2):

@@ -47,15 +47,18 @@ def uniform_damage(released_UR: np.ndarray) -> np.ndarray:
 def predicted_residual(x_XLEU: np.ndarray, heads: ResidualHeads) -> np.ndarray:
     """Returns ρ̂_i^{b→b−1} = w_u · x_i + a_u, the predicted log residual, float32 [L, E, U, R] (eq. 5).
 
+    What gate_up's output becomes depends on how far the activation lets it through, which down's features tell: both
+    blocks of an expert see the features of both.
+
     Args:
       x_XLEU: float32, log features relative to the calibration text's.
       heads: the linear heads.
     """
-    x_XULE = np.moveaxis(x_XLEU, -1, 1)
+    x_XLE = np.concatenate(np.moveaxis(x_XLEU, -1, 0))
     weight_XRU11 = heads.weight_URX.T.astype(np.float32)[..., None, None]
-    rho_RULE = weight_XRU11[0] * x_XULE[0]
-    for weight_RU11, x_ULE in zip(weight_XRU11[1:], x_XULE[1:], strict=True):
-        rho_RULE += weight_RU11 * x_ULE
+    rho_RULE = weight_XRU11[0] * x_XLE[0]
+    for weight_RU11, x_LE in zip(weight_XRU11[1:], x_XLE[1:], strict=True):
+        rho_RULE += weight_RU11 * x_LE
     rho_RULE += heads.intercept_UR.T.astype(np.float32)[..., None, None]
     return rho_RULE.transpose(2, 3, 1, 0)
 

@@ -4,6 +4,11 @@
 Sums are kept per request. A batch is the mean over its requests, weighted by their shares of the KV blocks: of their
 masses, and of their residuals, which are linear in the logarithms of the features, hence of those. What a request has
 shown counts the more the longer it runs: n tokens count n / (n + prior), the calibration text the rest.
+
+An error in a block counts beside the residual stream that it is added to, and goes by the square of what the block is
+given. So a token's size is a relative one, s = r |x| / |res|: the norm of the block's input, its routing weight r and
+the norm of the residual stream behind the layer in one. For down x is the activation; gate_up's inputs come out of a
+norm and are alike, so |x| is left out there.
 """
 
 from collections.abc import Sequence
@@ -12,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_FEATURES = 3
-"""X: φ is the routing-weighted mean norm, the routing-weighted RMS norm and the largest norm of a block's inputs."""
+"""X: φ is Σ s / Σ r, the routing-weighted mean of relative norms, √(Σ s² / Σ r), their RMS, and the largest s."""
 
-TINY = np.float32(1e-12)
+TINY = np.float32(1e-30)
 """Stands for 0 under the logarithm."""
 
 CACHED_FLOATS = 1 << 16
@@ -26,13 +31,13 @@ FORGOTTEN = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSignals:
-    """Sums over the tokens of one request, each times its forgetting; over x, the inputs of a block, with weights r.
+    """Sums over the tokens of one request, each times its forgetting; over their relative sizes s.
 
     Attributes:
       mass_LE: float64, sum of the routing weights r. Where it is 0, so are the others.
-      norm_LEU: float64, sum of r |x|; x is the expert's input for gate_up, its activation for down.
-      square_LEU: float64, sum of r |x|².
-      max_LEU: float64, largest |x|, forgotten only with the whole expert.
+      norm_LEU: float64, sum of s.
+      square_LEU: float64, sum of s².
+      max_LEU: float64, largest s, forgotten only with the whole expert.
       tokens: how many tokens the sums stand for.
     """
 
@@ -83,7 +88,7 @@ def observe(signals: RequestSignals, sums: RequestSignals, tokens: int, half_lif
 
 
 def features(signals: RequestSignals) -> np.ndarray:
-    """Returns φ, float64 [L, E, U, X]: routing-weighted mean and RMS norm and the largest norm of each block's inputs.
+    """Returns φ, float64 [L, E, U, X]: of each block's inputs the mean, the RMS and the largest of their relative sizes.
 
     NaN where the request routed nothing to the block: it has no feature.
     """

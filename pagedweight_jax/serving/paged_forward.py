@@ -116,7 +116,7 @@ def paged_forward(
                 y, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, act)
             else:
                 y, h_square_TK = moe_ffn(arena_AW, pages, m_TD, ids_TK, activation=config.hidden_act, **which)
-            return (arena_AW, (ids_TK, weights_TK, m_TD, h_square_TK)), y
+            return (arena_AW, (ids_TK, weights_TK, h_square_TK)), y
 
         (arena_AW, seen), x_TD, n_TD = normed_layer(
             config, 0, w, x_TD, n_TD, next_norm_D, None, (arena_AW, None), attend, experts, implementation, first_T
@@ -137,7 +137,8 @@ def paged_forward(
             w, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first_T, window=window
         )
         if of_layer is not None:
-            seen.append(of_layer)
+            ids_TK, weights_TK, h_square_TK = of_layer
+            seen.append((ids_TK, weights_TK, x_TD, h_square_TK))
             firsts.append(first)
     packed = pack_layers(seen, firsts, config.num_experts, implementation)
     return arena_AW, n_TD.reshape(num_rows, num_tokens, -1), packed

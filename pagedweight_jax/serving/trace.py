@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the routed experts saw: collected raw in every layer, added up once per call.
 
-For token t and its k-th expert e = id_tk, the linear-blocks read x_gate_up = m_t and x_down = h_tk, and the router gave
-the weight r_tk. A step only packs these few numbers per token; one reduction per call turns them into sums per expert::
+For token t and its k-th expert e = id_tk, the router gave the weight r_tk, and what the expert adds to the residual
+stream res_t behind the layer is of the *relative size* s_tk (``planning.signals`` says why)::
 
-    mass = sum r        norm = sum r |x|        square = sum r |x|^2        max = max |x|
+    s_gate_up  =  r / |res|        s_down  =  r |h| / |res|
+
+h being the activation that down reads; gate_up's inputs come out of a norm, and are alike. A step only packs a few
+numbers per token; one reduction per call turns them into sums per expert::
+
+    mass = sum r        norm = sum s        square = sum s^2        max = max s
 
 No scatter is involved, and sums are added up in one order: the same call gives the same sums, bit for bit.
 """
@@ -19,6 +24,9 @@ import jax.numpy as jnp
 from pagedweight_jax.config import KINDS
 from pallas_kernels.expert_trace.api import pack_trace, unpack_trace
 
+LEAST_SQUARE = 1e-30
+"""Stands for 0 under a division."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +36,30 @@ class ExpertTrace:
     Attributes:
       ids_TLK: int32, the experts that each token took; E for tokens that are not there.
       weights_TLK: float32, r.
-      x_square_TL: float32, |m|^2.
+      residual_square_TL: float32, |res|^2.
       h_square_TLK: float32, |h|^2.
     """
 
     ids_TLK: jax.Array
     weights_TLK: jax.Array
-    x_square_TL: jax.Array
+    residual_square_TL: jax.Array
     h_square_TLK: jax.Array
 
     @classmethod
     def of_layers(cls, layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]) -> "ExpertTrace":
-        """Returns the trace of L layers' (ids_TK, weights_TK, m_TD, h_square_TK)."""
+        """Returns the trace of L layers' (ids_TK, weights_TK, x_TD, h_square_TK), as for ``pack_layers``."""
         return cls.of_packed(pack_layers(layers, [0] * len(layers), 2**30))
 
     @classmethod
     def of_packed(cls, packed: jax.Array) -> "ExpertTrace":
         """Returns the trace of a result of ``pack_layers``, with whatever axes it has in front."""
-        ids_TLK, weights_TLK, h_square_TLK, x_square_TL = unpack_trace(packed)
-        return cls(ids_TLK=ids_TLK, weights_TLK=weights_TLK, x_square_TL=x_square_TL, h_square_TLK=h_square_TLK)
+        ids_TLK, weights_TLK, h_square_TLK, residual_square_TL = unpack_trace(packed)
+        return cls(
+            ids_TLK=ids_TLK,
+            weights_TLK=weights_TLK,
+            residual_square_TL=residual_square_TL,
+            h_square_TLK=h_square_TLK,
+        )
 
 
 def pack_layers(
@@ -55,10 +68,10 @@ def pack_layers(
     num_experts: int,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns the trace of L layers' (ids_TK, weights_TK, m_TD, h_square_TK) as one array, int32[T, L, 3K + 1].
+    """Returns the trace of L layers' (ids_TK, weights_TK, x_TD, h_square_TK) as one array, int32[T, L, 3K + 1].
 
     Args:
-      layers: what each layer's experts saw.
+      layers: what each layer's experts saw, and the residual stream behind the layer.
       firsts: what each layer's ids begin at.
       num_experts: E.
       implementation: ``xla`` or ``triton``.
@@ -76,8 +89,8 @@ class RoutingSums:
     Attributes:
       mass_LE: float32, summed routing weights r.
       count_LE: float32, routed tokens.
-      norm_LEU, square_LEU: float32, sums of r |x| and r |x|^2.
-      max_LEU: float32, the largest |x|.
+      norm_LEU, square_LEU: float32, sums of s and s^2.
+      max_LEU: float32, the largest s.
     """
 
     mass_LE: jax.Array
@@ -90,9 +103,9 @@ class RoutingSums:
 def routing_sums(trace: ExpertTrace, num_experts: int) -> RoutingSums:
     """Returns the sums of a trace over all its tokens; ids of ``num_experts`` or more count nothing."""
     chosen_TLKE = trace.ids_TLK[..., None] == jnp.arange(num_experts)
-    x_square_TLK = jnp.broadcast_to(trace.x_square_TL[..., None], trace.ids_TLK.shape)
-    norms = [jnp.sqrt(x_square_TLK), jnp.sqrt(trace.h_square_TLK)]
     weights_TLK = trace.weights_TLK
+    share_TLK = weights_TLK / jnp.sqrt(jnp.maximum(trace.residual_square_TL, LEAST_SQUARE))[..., None]
+    sizes = [share_TLK, share_TLK * jnp.sqrt(trace.h_square_TLK)]
 
     def add(values_TLK):
         return jnp.sum(jnp.where(chosen_TLKE, values_TLK[..., None], 0.0), axis=(0, 2))
@@ -103,9 +116,9 @@ def routing_sums(trace: ExpertTrace, num_experts: int) -> RoutingSums:
     return RoutingSums(
         mass_LE=add(weights_TLK),
         count_LE=add(jnp.ones_like(weights_TLK)),
-        norm_LEU=jnp.stack([add(weights_TLK * norm_TLK) for norm_TLK in norms], axis=-1),
-        square_LEU=jnp.stack([add(weights_TLK * norm_TLK**2) for norm_TLK in norms], axis=-1),
-        max_LEU=jnp.stack([largest(norm_TLK) for norm_TLK in norms], axis=-1),
+        norm_LEU=jnp.stack([add(size_TLK) for size_TLK in sizes], axis=-1),
+        square_LEU=jnp.stack([add(size_TLK**2) for size_TLK in sizes], axis=-1),
+        max_LEU=jnp.stack([largest(size_TLK) for size_TLK in sizes], axis=-1),
     )
 
 

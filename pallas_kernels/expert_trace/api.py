@@ -23,12 +23,12 @@ def pack_trace(
     *,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns int32[T, L, 3K + 1]: of each token and layer its K ids, and the bits of K weights, K |h|^2 and of |m|^2.
+    """Returns int32[T, L, 3K + 1]: of each token and layer its K ids, and the bits of K weights, K |h|^2 and of |x|^2.
 
     Args:
       ids: of each layer the selected experts, int32[T, K].
       weights: of each layer the routing weights, float32[T, K].
-      inputs: of each layer the experts' inputs m, [T, D].
+      inputs: of each layer x, [T, D].
       h_squares: of each layer |h|^2, float32[T, K].
       firsts: what each layer's ids begin at. Others than the E from there select nothing and become ``num_experts``.
       num_experts: E.
@@ -45,7 +45,7 @@ def pack_trace(
 
 
 def unpack_trace(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (ids [.., K], weights [.., K], |h|^2 [.., K], |m|^2 [..]) of what ``pack_trace`` packed."""
+    """Returns (ids [.., K], weights [.., K], |h|^2 [.., K], |x|^2 [..]) of what ``pack_trace`` packed."""
     k = packed.shape[-1] // 3
     floats = lax.bitcast_convert_type(packed, jnp.float32)
     return packed[..., :k], floats[..., k : 2 * k], floats[..., 2 * k : 3 * k], floats[..., 3 * k]

@@ -99,7 +99,10 @@ def test_ridge_does_not_know_units_or_constants():
 def test_the_heads_find_what_the_norms_do():
     statistics, g_LEUR = synthetic()
     heads, held_out = cross_fit(whole_sequences(statistics), g_LEUR)
-    np.testing.assert_allclose(heads.weight_URX.sum(-1), 2.0, atol=0.1)  # the three norms move together
+    weight_URUX = heads.weight_URX.reshape(U, R, U, 3)
+    own_URX, other_URX = (weight_URUX[[0, 1], :, kinds] for kinds in ([0, 1], [1, 0]))
+    np.testing.assert_allclose(own_URX.sum(-1), 2.0, atol=0.1)  # the three norms move together
+    np.testing.assert_allclose(other_URX.sum(-1), 0.0, atol=0.1)  # the other block's say nothing
     assert (heads.confidence_UR > 0.95).all()
     r2 = {name: r_squared(held_out.measured_NLEUR, array).min() for name, array in vars(held_out).items()}
     assert r2["by_damage_NLEUR"] < r2["by_usage_NLEUR"] < r2["by_prompt_NLEUR"]
@@ -143,8 +146,7 @@ def test_blocks_that_a_sequence_did_not_use_do_not_count():
     assert np.isfinite(heads.weight_URX).all()
     kept = residuals(whole, text_means(whole, g_LEUR))
     rho = kept.rho_NLEUR[:, :, :, 0, 0]
-    x_NLEX = kept.x_NLEUX[:, :, :, 0]
-    w_X, _ = ridge(x_NLEX[np.isfinite(rho)], rho[np.isfinite(rho)])
+    w_X, _ = ridge(kept.x_NLEX[np.isfinite(rho)], rho[np.isfinite(rho)])
     np.testing.assert_allclose(heads.weight_URX[0, 0], w_X)
     report = held_out_report(held_out, heads, 6)
     assert report[0]["examples"] == 40 * L * E - 5
@@ -165,7 +167,7 @@ def test_predictions_are_clipped():
     statistics, g_LEUR = synthetic()
     examples = residuals(whole_sequences(statistics), text_means(whole_sequences(statistics), g_LEUR))
     heads = fit_heads(examples)
-    far = predict(heads, 100 * examples.x_NLEUX)
+    far = predict(heads, 100 * examples.x_NLEX)
     np.testing.assert_array_equal(far.max((0, 1, 2)), heads.high_UR)
     np.testing.assert_array_equal(far.min((0, 1, 2)), heads.low_UR)
     assert (heads.low_UR < 0).all()

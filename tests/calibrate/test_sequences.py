@@ -82,12 +82,12 @@ def seen_by_layers(checkpoint, tokens_S):
 
 
 def definition(checkpoint, layer, expert, seen, span):
-    """D of one expert's blocks, and its norms: token by token in float64."""
+    """D of one expert's blocks, and its tokens' relative sizes: token by token in float64."""
     blocks_U = [blocks(checkpoint, layer, expert, kind) for kind in (GATE_UP, DOWN)]
     F = checkpoint.manifest.config.moe_intermediate_size
     down_NC = blocks_U[DOWN][BITS[1]]
     h_U = [np.zeros(blocks_U[kind][BITS[1]].shape[1]) for kind in (GATE_UP, DOWN)]
-    mass, norms = 0.0, []
+    mass, sizes = 0.0, []
     for x_D, m_D, ids_K, weights_K in zip(*(array[span] for array in seen)):
         for r in weights_K[ids_K == expert]:
             gate_F, up_F = np.split(blocks_U[GATE_UP][BITS[1]] @ m_D, 2)
@@ -100,14 +100,14 @@ def definition(checkpoint, layer, expert, seen, span):
             h_U[GATE_UP] += share * v * m_D**2
             h_U[DOWN] += share * h_F**2
             mass += r
-            norms.append((r, np.linalg.norm(m_D), np.linalg.norm(h_F)))
+            sizes.append((share**0.5, share**0.5 * np.linalg.norm(h_F)))
     damage_UR = np.array(
         [
             [h_C @ np.square(block[b] - block[b - 1]).sum(0) for b in range(BITS[1], BITS[0], -1)]
             for h_C, block in zip(h_U, blocks_U)
         ]
     )
-    return damage_UR, mass, np.array(norms).reshape(-1, 3)
+    return damage_UR, mass, np.array(sizes).reshape(-1, 2)
 
 
 def test_one_span_is_the_definition(checkpoint, sequences_NS, statistics):
@@ -116,17 +116,16 @@ def test_one_span_is_the_definition(checkpoint, sequences_NS, statistics):
     seen_L = seen_by_layers(checkpoint, sequences_NS[n])
     for layer, seen in enumerate(seen_L):
         for e in range(4):
-            damage_UR, mass, norms = definition(checkpoint, layer, e, seen, span)
+            damage_UR, mass, size_U = definition(checkpoint, layer, e, seen, span)
             np.testing.assert_allclose(statistics.damage_NZLEUR[n, z, layer, e] * SPAN, damage_UR, rtol=2e-4)
             np.testing.assert_allclose(statistics.mass_NZLE[n, z, layer, e] * SPAN, mass, rtol=1e-5)
-            assert statistics.tokens_NZLE[n, z, layer, e] == len(norms)
-            if len(norms):
-                r, x_U = norms[:, :1], norms[:, 1:]
-                np.testing.assert_allclose(statistics.norm_NZLEU[n, z, layer, e] * SPAN, (r * x_U).sum(0), rtol=1e-4)
+            assert statistics.tokens_NZLE[n, z, layer, e] == len(size_U)
+            if len(size_U):
+                np.testing.assert_allclose(statistics.norm_NZLEU[n, z, layer, e] * SPAN, size_U.sum(0), rtol=1e-4)
                 np.testing.assert_allclose(
-                    statistics.square_NZLEU[n, z, layer, e] * SPAN, (r * x_U**2).sum(0), rtol=1e-4
+                    statistics.square_NZLEU[n, z, layer, e] * SPAN, np.square(size_U).sum(0), rtol=1e-4
                 )
-                np.testing.assert_allclose(statistics.max_NZLEU[n, z, layer, e], x_U.max(0), rtol=1e-4)
+                np.testing.assert_allclose(statistics.max_NZLEU[n, z, layer, e], size_U.max(0), rtol=1e-4)
 
 
 def test_the_sequences_add_up_to_the_global_damage(checkpoint, statistics):
@@ -192,24 +191,23 @@ def test_usage_is_added_up_in_one_order():
     """No scatter, whose order of additions is not defined on a GPU; by the loop that it stands for."""
     rng = np.random.default_rng(2)
     ids_TK, r_TK = rng.integers(0, 5, (30, 2)), rng.random((30, 2), np.float32)
-    square_TKU = rng.random((30, 2, 2), np.float32)
-    found = usage(ids_TK, r_TK, square_TKU, 6)
+    size_TKU = rng.random((30, 2, 2), np.float32)
+    found = usage(ids_TK, r_TK, size_TKU, 6)
     expected = {"mass": np.zeros(6), **{name: np.zeros((6, 2)) for name in ("norm", "square", "max")}}
     for (t, k), e in np.ndenumerate(ids_TK):
-        r, square_U = r_TK[t, k] / 30, square_TKU[t, k]
-        expected["mass"][e] += r
-        expected["norm"][e] += r * np.sqrt(square_U)
-        expected["square"][e] += r * square_U
-        expected["max"][e] = np.maximum(expected["max"][e], np.sqrt(square_U))
+        expected["mass"][e] += r_TK[t, k] / 30
+        expected["norm"][e] += size_TKU[t, k] / 30
+        expected["square"][e] += size_TKU[t, k] ** 2 / 30
+        expected["max"][e] = np.maximum(expected["max"][e], size_TKU[t, k])
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=1e-5, err_msg=name)
 
     def operations(function):
-        return str(jax.make_jaxpr(function, static_argnums=3)(ids_TK, r_TK, square_TKU, 6))
+        return str(jax.make_jaxpr(function, static_argnums=3)(ids_TK, r_TK, size_TKU, 6))
 
     assert "scatter" not in operations(usage)
-    assert "scatter" in operations(lambda ids_TK, r_TK, square_TKU, E: jnp.zeros(E).at[ids_TK].add(r_TK))
+    assert "scatter" in operations(lambda ids_TK, r_TK, size_TKU, E: jnp.zeros(E).at[ids_TK].add(r_TK))
 
 
 def test_a_model_with_a_dense_layer(save_hf, save_tokenizer, hf_folder, tmp_path):

@@ -41,7 +41,7 @@ def make_policy(checkpoint, **changes):
         "mass_LE": mass_LE / mass_LE.sum(-1, keepdims=True),
         "features_LEUX": features_LEUX,
         "heads": ResidualHeads(
-            weight_URX=rng.standard_normal((U, Q - 1, 3)),
+            weight_URX=rng.standard_normal((U, Q - 1, 6)),
             intercept_UR=rng.standard_normal((U, Q - 1)),
             confidence_UR=rng.random((U, Q - 1)),
             low_UR=-rng.random((U, Q - 1)),
@@ -131,7 +131,7 @@ def test_a_foreign_policy_is_refused(checkpoint, tmp_path):
         (lambda text: "", "cannot be read"),
         (lambda text: "[]", "not a pagedweight policy"),
         (lambda text: text.replace('"alpha": 0.7', '"alpha": 0.8'), "damaged or edited"),
-        (lambda text: json.dumps(json.loads(text) | {"format_version": 99}), "format_version 99, this version reads 1"),
+        (lambda text: json.dumps(json.loads(text) | {"format_version": 99}), "format_version 99, this version reads 2"),
     ],
 )
 def test_a_damaged_policy_is_refused(checkpoint, edit, problem):

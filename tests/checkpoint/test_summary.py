@@ -31,7 +31,7 @@ def test_the_policy_is_shown(copy):
         mass_LE=np.full((L, E), 1 / E),
         features_LEUX=np.ones((L, E, U, 3)),
         heads=ResidualHeads(
-            weight_URX=np.zeros((U, Q - 1, 3)), intercept_UR=zeros, confidence_UR=zeros, low_UR=zeros, high_UR=zeros
+            weight_URX=np.zeros((U, Q - 1, 6)), intercept_UR=zeros, confidence_UR=zeros, low_UR=zeros, high_UR=zeros
         ),
         policy=Policy(edges=(1.0, 2.0), multipliers=(0.5, 1.5, 2.0), floors=(0, 3, 3), depth_caps=(None, 1, 1)),
         fit={},

@@ -64,7 +64,7 @@ def make_world(
 def make_heads(rng, kinds: int, reductions: int) -> ResidualHeads:
     shape_UR = (kinds, reductions)
     return ResidualHeads(
-        weight_URX=rng.normal(size=(*shape_UR, 3)),
+        weight_URX=rng.normal(size=(*shape_UR, 6)),
         intercept_UR=rng.normal(size=shape_UR),
         confidence_UR=rng.uniform(0.5, 1.0, shape_UR),
         low_UR=-2 * rng.random(shape_UR),
@@ -152,16 +152,21 @@ def plain_rich_damage(world):
     damage_LEUR = np.empty((*world.table.desired_LEU.shape, MAX_BITS - MIN_BITS))
     for layer, expert, u in np.ndindex(world.table.desired_LEU.shape):
         at = layer, expert, u
-        known = calibration.features_LEUX[at]
+        known_UX = calibration.features_LEUX[layer, expert]
         etas = []
         for r in range(MAX_BITS - MIN_BITS):
             evidence, residual = 0.0, 0.0
             for request, weight in zip(world.requests, plain_weights(world)):
                 mass = request.mass_LE[layer, expert]
-                if mass == 0 or np.isnan(known).any():
+                if mass == 0 or np.isnan(known_UX[u]).any():
                     continue
-                features = request.norm_LEU[at] / mass, math.sqrt(request.square_LEU[at] / mass), request.max_LEU[at]
-                logs = [math.log(x / y) for x, y in zip(features, known)]
+                logs = []
+                for kind, known in enumerate(known_UX):
+                    one = layer, expert, kind
+                    features = (
+                        request.norm_LEU[one] / mass, math.sqrt(request.square_LEU[one] / mass), request.max_LEU[one]
+                    )
+                    logs += [0.0 if np.isnan(y) else math.log(x / y) for x, y in zip(features, known)]
                 residual += weight * (np.dot(heads.weight_URX[u, r], logs) + heads.intercept_UR[u, r])
                 evidence += weight
             clipped = min(max(residual / evidence, heads.low_UR[u, r]), heads.high_UR[u, r]) if evidence else 0.0

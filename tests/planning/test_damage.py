@@ -43,7 +43,7 @@ def test_predicted_damage_by_hand():
 def make_heads(**changes):
     """Of one kind and two reductions."""
     heads = {
-        "weight_URX": np.array([[[1.0, 2.0, 0.0], [0.0, 0.0, -4.0]]]),
+        "weight_URX": np.array([[[1.0, 2.0, 0.0, 0.0, 0.0, 8.0], [0.0, 0.0, -4.0, 0.0, 0.0, 0.0]]]),
         "intercept_UR": np.array([[0.5, 1.0]]),
         "confidence_UR": np.array([[0.5, 1.0]]),
         "low_UR": np.array([[-1.0, -2.0]]),
@@ -53,8 +53,10 @@ def make_heads(**changes):
 
 
 def test_predicted_residual_by_hand():
-    x_XLEU = np.array([[[[1.0], [0.0]]], [[[0.25], [0.0]]], [[[0.5], [0.0]]]], np.float32)
-    np.testing.assert_array_equal(predicted_residual(x_XLEU, make_heads()), [[[[2.0, -1.0]], [[0.5, 1.0]]]])
+    """Of two experts; the first head also reads the largest size of the other block of the expert."""
+    of_two = [[1.0, 7.0], [0.0, 0.0]], [[0.25, 7.0], [0.0, 0.0]], [[0.5, 0.125], [0.0, 0.25]]
+    x_XLEU = np.array(of_two, np.float32)[:, None]
+    np.testing.assert_array_equal(predicted_residual(x_XLEU, make_heads()), [[[[3.0, -1.0]], [[2.5, 1.0]]]])
 
 
 def test_prompt_multiplier_by_hand():
@@ -69,7 +71,7 @@ def test_prompt_multiplier_by_hand():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_URX": np.ones((1, 2, 4))}, r"need weights \[U, R, 3\], got \[1, 2, 4\]"),
+        ({"weight_URX": np.ones((1, 2, 4))}, r"need weights \[U, R, 6\], got \[1, 2, 4\]"),
         ({"intercept_UR": np.ones((1, 3))}, r"intercept_UR must be \[1, 2\], got \[1, 3\]"),
         ({"high_UR": np.array([[np.nan, 1.0]])}, "high_UR holds values that are not finite"),
         ({"confidence_UR": np.array([[0.5, 1.5]])}, r"in \[0, 1\], got \[\[0.5, 1.5\]\]"),
@@ -121,7 +123,7 @@ def test_calibration_refuses_parts_that_do_not_fit(more, message):
 
 def test_calibration_refuses_heads_without_features():
     heads = ResidualHeads(
-        weight_URX=np.zeros((2, 3, 3)),
+        weight_URX=np.zeros((2, 3, 6)),
         **dict.fromkeys(("intercept_UR", "confidence_UR", "low_UR", "high_UR"), np.zeros((2, 3))),
     )
     with pytest.raises(UserError, match="residual heads need the features"):

@@ -25,7 +25,7 @@ CHUNK = 16
 
 @jax.jit
 def dense_routing(weights, tokens_T):
-    """Returns (m_TD, ids_TK, weights_TK) of every layer, by the dense forward pass."""
+    """Returns (m_TD, ids_TK, weights_TK, residual behind it) of every layer, by the dense forward pass."""
     config = weights.config
 
     def attend(seen, layer, q, k, v):
@@ -35,7 +35,11 @@ def dense_routing(weights, tokens_T):
         y_TD, _ = dense_experts(m_TD, ids_TK, weights_TK, weights.layers[layer].mlp.experts, jax.nn.silu)
         return [*seen, (m_TD, ids_TK, weights_TK)], y_TD
 
-    return transformer.forward(weights, tokens_T, jnp.arange(len(tokens_T)), [], attend, experts)[0]
+    seen, x_TD, positions_T = [], weights.embed_VD[tokens_T], jnp.arange(len(tokens_T))
+    for layer, w in enumerate(weights.layers):
+        seen, x_TD = transformer.decoder_layer(config, layer, w, x_TD, positions_T, seen, attend, experts)
+        seen[-1] = (*seen[-1], x_TD)
+    return seen
 
 
 def routed(weights, tokens):
@@ -48,18 +52,19 @@ def recount(weights, layers, begin, end):
     """Returns the sums of tokens begin .. end - 1, one token and one expert at a time."""
     L, E, F = len(layers), weights.config.num_experts, weights.config.moe_intermediate_size
     sums = {name: np.zeros((L, E, *kinds)) for name, kinds in SHAPES.items()}
-    for layer, (m_TD, ids_TK, r_TK) in enumerate(layers):
+    for layer, (m_TD, ids_TK, r_TK, x_TD) in enumerate(layers):
         gate_up_ENC = np.asarray(weights.layers[layer].mlp.experts.gate_up_ENC, np.float64)
         for t in range(begin, end):
             for e, r in zip(ids_TK[t].astype(int), r_TK[t], strict=True):
                 gate, up = gate_up_ENC[e, :F] @ m_TD[t], gate_up_ENC[e, F:] @ m_TD[t]
                 sums["mass_LE"][layer, e] += r
                 sums["count_LE"][layer, e] += 1
-                for kind, x in enumerate((m_TD[t], gate / (1 + np.exp(-gate)) * up)):
-                    norm = np.linalg.norm(x)
-                    sums["norm_LEU"][layer, e, kind] += r * norm
-                    sums["square_LEU"][layer, e, kind] += r * norm**2
-                    sums["max_LEU"][layer, e, kind] = max(sums["max_LEU"][layer, e, kind], norm)
+                h_norm = np.linalg.norm(gate / (1 + np.exp(-gate)) * up)
+                for kind, norm in enumerate((1.0, h_norm)):
+                    size = r * norm / np.linalg.norm(x_TD[t])
+                    sums["norm_LEU"][layer, e, kind] += size
+                    sums["square_LEU"][layer, e, kind] += size**2
+                    sums["max_LEU"][layer, e, kind] = max(sums["max_LEU"][layer, e, kind], size)
     return sums
 
 
@@ -140,7 +145,7 @@ def test_what_a_token_that_is_not_there_holds_counts_nothing():
     for value in poisoned:
         value[2:, 1] = np.nan
     clean, dirty = (
-        row_sums(ExpertTrace(ids_TLK=ids, weights_TLK=r, x_square_TL=x, h_square_TLK=h), num_experts=5)
+        row_sums(ExpertTrace(ids_TLK=ids, weights_TLK=r, residual_square_TL=x, h_square_TLK=h), num_experts=5)
         for r, x, h in (values, poisoned)
     )
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
