@@ -63,15 +63,18 @@ def engines(tiny):
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def tight_bytes(engines):
+def tight_budget(engine):
     """A budget whose arena holds the experts at the top width and a fifth of the full contexts."""
-    engine = engines()
     geometry = engine.state.geometry
     full_kv_bytes = 4 * geometry.blocks_per_row * geometry.block_bytes
     weight_bytes = engine.residency.table.bytes_UQ[:, -1].sum() * engine.residency.table.committed_LEU[..., 0].size
     fixed_bytes = engine.ledger.total_bytes - engine.ledger.arena_bytes
     return int(1.03 * fixed_bytes + weight_bytes + full_kv_bytes // 5)
+
+
+@pytest.fixture(scope="module")
+def tight_bytes(engines):
+    return tight_budget(engines())
 
 
 def test_frozen_tokens_do_not_depend_on_other_requests(engines):
@@ -159,12 +162,13 @@ def test_after_any_run_all_frames_are_accounted_for(engines, tight_bytes):
         assert engine.blocks.used_blocks == 0
 
 
-def test_preempted_requests_end_with_the_same_tokens(engines, tight_bytes):
+def test_preempted_requests_end_with_the_same_tokens(engines):
     """In float32, also on a GPU: a preempted request is read again as a prompt, which rounds otherwise in bfloat16."""
     work = [(prompt[:40], replace(params, max_tokens=120)) for prompt, params in load(3)]
+    config = {"mode": "frozen", "bits": 6, "kv_tokens": 16, "dtype": "float32"}
+    ample = engines(**config)
     outputs, preemptions = [], []
-    for memory_bytes in (AMPLE_BYTES, tight_bytes):
-        engine = engines(mode="frozen", bits=6, kv_tokens=16, memory_bytes=memory_bytes, dtype="float32")
+    for engine in (ample, engines(**config, memory_bytes=tight_budget(ample))):
         requests = [engine.add_request(prompt, params) for prompt, params in work]
         run(engine)
         outputs.append([r.generated for r in requests])
