@@ -73,7 +73,7 @@ class Op:
 
 
 def project(triton, options, x, w, others):
-    return (pallas_triton if triton else reference).project(x, w, None, EPS, others, **options)
+    return (pallas_triton if triton else reference).project(x, w, tuple(others), **options)
 
 
 def project_parts(triton, options, x, w, others):
@@ -81,7 +81,7 @@ def project_parts(triton, options, x, w, others):
 
 
 def gated(triton, options, x, w, others):
-    return (pallas_triton if triton else reference).gated(x, *w, "silu", None, 0.0, **options)
+    return (pallas_triton if triton else reference).gated(x, *w, "silu", **options)
 
 
 def route(triton, options, x, w, others):

@@ -16,24 +16,20 @@ def project_qkv(
     positions_T: jax.Array | None,
     config: ModelConfig,
     *,
-    norm_D: jax.Array | None = None,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q[T, H, M], k[T, J, M] and v[T, J, M] in x's dtype.
 
     Args:
-      x_TD: hidden states.
+      x_TD: hidden states after the norm.
       w: the layer's projections.
       positions_T: int, by which q and k are rotated; None leaves them as they are.
       config: the model.
-      norm_D: of the norm before the projections; None where x is normed already.
       implementation: ``xla`` or ``triton``.
     """
     projected = project(
         x_TD,
         (w.q_DN, w.k_DN, w.v_DN),
-        norm_D=norm_D,
-        eps=config.rms_norm_eps,
         biases=(w.q_bias_N, w.k_bias_N, w.v_bias_N),
         implementation=implementation,
     )

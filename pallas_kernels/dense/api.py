@@ -21,18 +21,14 @@ def project(
     x_TD: jax.Array,
     weights: tuple[jax.Array, ...],
     *,
-    norm_D: jax.Array | None = None,
-    eps: float = 0.0,
     biases: tuple[jax.Array | None, ...] | None = None,
     implementation: str = "xla",
 ) -> tuple[jax.Array, ...]:
-    """Returns ``norm(x) @ w + bias`` for each of the matrices, [T, N] in x's dtype, in one kernel.
+    """Returns ``x @ w + bias`` for each of the matrices, [T, N] in x's dtype, in one kernel.
 
     Args:
       x_TD: token rows.
       weights: matrices [D, N], of one N or several.
-      norm_D: weights of the RMS norm before the product, rounded to x's dtype as it enters; None for no norm.
-      eps: of the norm.
       biases: for each matrix [N] or None; None for no biases.
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
@@ -41,35 +37,7 @@ def project(
     """
     _check_shapes(x_TD, *weights)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
-    return module_of(__package__, implementation).project(x_TD, tuple(weights), norm_D, eps, biases)
-
-
-def project_add(
-    h_TC: jax.Array,
-    w_CD: jax.Array,
-    residual_TD: jax.Array,
-    *,
-    factor_T1: jax.Array | None = None,
-    addend_TD: jax.Array | None = None,
-    implementation: str = "xla",
-) -> jax.Array:
-    """Returns ``residual + (addend + factor (h @ w))``, [T, D] in the residual's dtype, in one kernel.
-
-    The bracket is float32 and rounded to the residual's dtype before it is added.
-
-    Args:
-      h_TC: token rows.
-      w_CD: the matrix.
-      residual_TD: what the result is added to.
-      factor_T1: float32, one factor a row (the shared expert's gate); None for 1.
-      addend_TD: float32, the routed experts' sum; None for none.
-      implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
-
-    Raises:
-      ValueError: an unknown implementation, or shapes that do not agree.
-    """
-    _check_shapes(h_TC, w_CD)
-    return module_of(__package__, implementation).project_add(h_TC, w_CD, residual_TD, factor_T1, addend_TD)
+    return module_of(__package__, implementation).project(x_TD, tuple(weights), biases)
 
 
 def project_parts(h_TC: jax.Array, w_CD: jax.Array, *, implementation: str = "xla") -> jax.Array:
@@ -129,17 +97,14 @@ def gated(
     up_DF: jax.Array,
     *,
     activation: str = "silu",
-    norm_D: jax.Array | None = None,
-    eps: float = 0.0,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Returns ``act(m @ gate) * (m @ up)`` of m = norm(x), [T, F] in x's dtype, in one kernel.
+    """Returns ``act(x @ gate) * (x @ up)``, [T, F] in x's dtype, in one kernel.
 
     Args:
       x_TD: token rows.
       gate_DF, up_DF: the matrices.
       activation: a key of ``ACTIVATIONS``.
-      norm_D, eps: the RMS norm before the products, as of ``project``; None where x is normed already.
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
     Raises:
@@ -148,7 +113,7 @@ def gated(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {sorted(ACTIVATIONS)}")
     _check_shapes(x_TD, gate_DF, up_DF)
-    return module_of(__package__, implementation).gated(x_TD, gate_DF, up_DF, activation, norm_D, eps)
+    return module_of(__package__, implementation).gated(x_TD, gate_DF, up_DF, activation)
 
 
 def logits(x_TD: jax.Array, head: jax.Array, *, transposed: bool = False, implementation: str = "xla") -> jax.Array:

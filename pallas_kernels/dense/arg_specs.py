@@ -82,22 +82,25 @@ SPECS = {
 def abstract_args(spec: DenseSpec, num_tokens: int, dtype: str = "bfloat16") -> dict[str, tuple]:
     """Returns each operation's arrays by shape, in the order of its api.
 
-    ``down`` is ``project_add`` with factor and addend, ``down_parts`` the shared expert's ``project_parts``; the
-    head of ``logits`` lies as ``spec.tied`` says.
+    ``down`` is the shared expert's ``project_parts``; the head of ``logits`` lies as ``spec.tied`` says.
     """
-    shape, D, F, V = jax.ShapeDtypeStruct, spec.hidden, spec.shared_width, spec.vocab
-    widths = spec.query_width, spec.kv_width, spec.kv_width
-    x, norm = shape((num_tokens, D), dtype), shape((D,), dtype)
-    biases = tuple(shape((N,), dtype) if spec.biased else None for N in widths)
+    D, F, V, Q = spec.hidden, spec.shared_width, spec.vocab, spec.query_width
+    widths = Q, spec.kv_width, spec.kv_width
+
+    def shape(*sizes, dtype=dtype):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    x = shape(num_tokens, D)
+    parts = shape(4, num_tokens, D, dtype=jnp.float32)
+    factor, weights = (shape(num_tokens, n, dtype=jnp.float32) for n in (1, spec.top_k))
+    routed = shape(num_tokens, spec.top_k, D, dtype=jnp.float32), weights
     found = {
-        "project": (x, tuple(shape((D, N), dtype) for N in widths), norm, biases),
-        "project_parts": (shape((num_tokens, spec.query_width), dtype), shape((spec.query_width, D), dtype)),
-        "project_add": (shape((num_tokens, spec.query_width), dtype), shape((spec.query_width, D), dtype), x),
-        "logits": (x, shape((V, D) if spec.tied else (D, V), dtype)),
+        "project": (x, tuple(shape(D, N) for N in widths), tuple(shape(N) if spec.biased else None for N in widths)),
+        "project_parts": (shape(num_tokens, Q), shape(Q, D)),
+        "add_norm": (x, shape(D), parts, factor, routed),
+        "logits": (x, shape(V, D) if spec.tied else shape(D, V)),
     }
     if F:
-        sums = shape((num_tokens, 1), jnp.float32), shape((num_tokens, D), jnp.float32)
-        found["gated"] = x, shape((D, F), dtype), shape((D, F), dtype), norm
-        found["down_parts"] = shape((num_tokens, F), dtype), shape((F, D), dtype)
-        found["down"] = shape((num_tokens, F), dtype), shape((F, D), dtype), x, *sums
+        found["gated"] = x, shape(D, F), shape(D, F)
+        found["down"] = shape(num_tokens, F), shape(F, D)
     return found

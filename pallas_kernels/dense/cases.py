@@ -14,7 +14,7 @@ EPS = 1e-6
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Float32 sums in another order; a result that rounds to the next bfloat16 now and then."""
 
-UNROUNDED = "logits", "project_parts", "down_parts"
+UNROUNDED = "logits", "project_parts", "down"
 """Operations whose results are float32."""
 
 TINY = DenseSpec(  # several steps down each matrix, and a part of one
@@ -57,20 +57,18 @@ def random_like(abstract, seed: int):
 
 
 def call(module, operation: str, spec: DenseSpec, *args, **options):
-    """Returns what ``module`` makes of an operation's arrays, as ``abstract_args`` lists them."""
+    """Returns what ``module`` makes of an operation's arrays, as ``abstract_args`` lists them; the sum of parts."""
     match operation:
-        case "project":
-            x, weights, norm, biases = args
-            return module.project(x, weights, norm, EPS, biases, **options)
+        case "add_norm":
+            x, norm, *addends = args
+            return module.add_norm(x, norm, EPS, *addends, **options)
         case "gated":
-            x, gate, up, norm = args
-            return module.gated(x, gate, up, spec.activation, norm, EPS, **options)
+            return module.gated(*args, spec.activation, **options)
         case "logits":
             return module.logits(*args, spec.tied, **options)
-        case "project_parts" | "down_parts":
-            return module.project_parts(*args, **options).sum(0)
-    factor_and_addend = () if operation == "down" else (None, None)
-    return module.project_add(*args, *factor_and_addend, **options)
+        case "project":
+            return module.project(*args, **options)
+    return module.project_parts(*args, **options).sum(0)
 
 
 def cases(interpret: bool) -> list[KernelCase]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block of columns of ``x @ w`` for a few rows x: the loop that all dense kernels share.
 
-A program runs down the rows of its block of w with a pipeline of 16-byte loads in flight and multiplies on tensor
-cores, token rows padded to 16. Sums of one matrix are added in one order, whatever the number of rows and whatever is
-in the others.
+A program runs down the rows of its block of w with a pipeline of 16-byte loads in flight. Its block is the left operand
+of tensor cores and the token rows, padded to 16, the right one: Hopper's take 64 columns of w at once, out of shared
+memory. Sums of one matrix are added in one order, whatever the number of rows and whatever is in the others.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels._triton import load
 
 ROWS = 16
-"""Rows of a tensor core's instruction: the most token rows that the kernels take."""
+"""The most token rows that the kernels take; fewer are padded, so that sums are the same."""
 
 FULL_DEVICE = 128
 """Programs that keep an H200 of 132 SMs busy."""
 
-TILE_BYTES = 8192
-"""Of the matrices in a step, but for the widest blocks."""
+TILE_BYTES = 16384
+"""Of the matrices in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +46,23 @@ class Cut:
 def choose_cut(num_columns: int, operand, num_matrices: int = 1) -> Cut:
     """Returns the cut of ``num_columns`` in all, for programs that multiply with ``num_matrices`` at once.
 
-    As measured on an H200 (``benchmarks/kernels_dense.py --sweep``): columns as wide as still gives every SM a program,
-    and few warps, each of which reads all of x from shared memory. Float32 has no tensor cores: more threads add.
+    As measured on an H200: whole lines of 128 bytes of each row where that leaves most SMs a program, else fewer.
     """
     itemsize = jnp.dtype(operand).itemsize
-    if num_columns >= 128 * FULL_DEVICE:
-        return Cut(columns=128, depth=128 // itemsize, num_warps=4, num_stages=4)
-    columns, num_warps = (32, 2) if num_columns >= 32 * FULL_DEVICE else (16, 1)
-    num_warps = 4 if itemsize == 4 else num_warps
+    wide = 128 if num_columns >= 128 * FULL_DEVICE else 64
+    columns = next((c for c in (wide, 32) if num_columns * 3 >= c * FULL_DEVICE * 2), 16)
     depth = TILE_BYTES // (columns * itemsize * num_matrices)
-    return Cut(columns=columns, depth=depth, num_warps=num_warps, num_stages=6 if columns * num_matrices != 32 else 5)
+    return Cut(columns=columns, depth=min(depth, 128), num_warps=4 if columns * itemsize >= 128 else 2, num_stages=5)
 
 
 def choose_cut_of_parts(shape: tuple[int, int], operand) -> Cut:
     """Returns the cut of a matrix [C, N] whose contraction may be summed in stretches, by whoever reads the parts.
 
-    Rows of a block are whole lines of 128 bytes, and stretches few: their parts are read again.
+    Rows of a block are whole lines, and stretches no more than give every SM a program: their parts are read again.
     """
     depth_total, num_columns = shape
-    columns = 128 // jnp.dtype(operand).itemsize
-    blocks, depth = pl.cdiv(num_columns, columns), 128
-    stretches = max(1, min(FULL_DEVICE // blocks, 8, pl.cdiv(depth_total, depth)))
+    columns, depth = 64, 256 // jnp.dtype(operand).itemsize
+    stretches = max(1, min(FULL_DEVICE // pl.cdiv(num_columns, columns), depth_total // depth, 8))
     return Cut(columns=columns, depth=depth, stretches=stretches, num_warps=4, num_stages=5)
 
 
@@ -127,12 +123,13 @@ def multiply(x, weights, column_N: jax.Array, cut: Cut, *, stretch=0, transposed
 
     def read_w(w, c_C):
         if transposed:
-            return _read(w, column_N[:, None], c_C[None], limits(None, column_N[:, None], c_C[None])).T
-        return _read(w, c_C[:, None], column_N[None], limits(None, column_N[None], c_C[:, None]))
+            return _read(w, column_N[:, None], c_C[None], limits(None, column_N[:, None], c_C[None]))
+        return _read(w, c_C[:, None], column_N[None], limits(None, column_N[None], c_C[:, None])).T
 
     def step(i, sums):
         c_C = (stretch * steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
-        x_RC = _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None])).astype(operand)
-        return [total + dot(x_RC, read_w(w, c_C).astype(operand)) for w, total in zip(weights, sums, strict=True)]
+        x_CR = _read(x, row_R1, c_C[None], limits(row_R1, None, c_C[None])).astype(operand).T
+        return [total + dot(read_w(w, c_C).astype(operand), x_CR) for w, total in zip(weights, sums, strict=True)]
 
-    return lax.fori_loop(0, steps, step, [jnp.zeros((ROWS, cut.columns), jnp.float32)] * len(weights))
+    zeros_NR = jnp.zeros((cut.columns, ROWS), jnp.float32)
+    return [sum_NR.T for sum_NR in lax.fori_loop(0, steps, step, [zeros_NR] * len(weights))]

@@ -22,36 +22,17 @@ def rms_norm(x_TD: jax.Array, w_D: jax.Array, eps: float) -> jax.Array:
 def project(
     x_TD: jax.Array,
     weights: tuple[jax.Array, ...],
-    norm_D: jax.Array | None,
-    eps: float,
     biases: tuple[jax.Array | None, ...],
 ) -> tuple[jax.Array, ...]:
     """Args and result: see ``pallas_kernels.dense.api.project``."""
-    a_TD = x_TD if norm_D is None else rms_norm(x_TD, norm_D, eps)
 
     def one(w_DN, bias_N):
-        y_TN = matmul(a_TD, w_DN)
+        y_TN = matmul(x_TD, w_DN)
         if bias_N is not None:
             y_TN = y_TN + bias_N
         return y_TN.astype(x_TD.dtype)
 
     return tuple(one(w_DN, bias_N) for w_DN, bias_N in zip(weights, biases, strict=True))
-
-
-def project_add(
-    h_TC: jax.Array,
-    w_CD: jax.Array,
-    residual_TD: jax.Array,
-    factor_T1: jax.Array | None,
-    addend_TD: jax.Array | None,
-) -> jax.Array:
-    """Args and result: see ``pallas_kernels.dense.api.project_add``."""
-    y_TD = matmul(h_TC, w_CD)
-    if factor_T1 is not None:
-        y_TD = factor_T1 * y_TD
-    if addend_TD is not None:
-        y_TD = addend_TD + y_TD
-    return residual_TD + y_TD.astype(residual_TD.dtype)
 
 
 def project_parts(h_TC: jax.Array, w_CD: jax.Array) -> jax.Array:
@@ -88,12 +69,9 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
     return total
 
 
-def gated(
-    x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, activation: str, norm_D: jax.Array | None, eps: float
-) -> jax.Array:
+def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, activation: str) -> jax.Array:
     """Args and result: see ``pallas_kernels.dense.api.gated``."""
-    m_TD = x_TD if norm_D is None else rms_norm(x_TD, norm_D, eps)
-    h_TF = ACTIVATIONS[activation](matmul(m_TD, gate_DF)) * matmul(m_TD, up_DF)
+    h_TF = ACTIVATIONS[activation](matmul(x_TD, gate_DF)) * matmul(x_TD, up_DF)
     return h_TF.astype(x_TD.dtype)
 
 

@@ -4,7 +4,10 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dense.reference import gated, matmul, rms_norm
+from pallas_kernels.dense.reference import matmul
+
+NOWHERE = 2**30
+"""The id of an expert that there is in no layer."""
 
 
 def top_experts(m_TD: jax.Array, router_DE: jax.Array, k: int, renormalise: bool) -> tuple[jax.Array, jax.Array]:
@@ -22,44 +25,14 @@ def route(
     k: int,
     renormalise: bool,
     shared_gate_D: jax.Array | None = None,
-    first_T: jax.Array | None = None,
+    first: jax.Array | None = None,
+    positions_T: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Args and result: see ``pallas_kernels.routing.api.route``."""
     weights_TK, ids_TK = top_experts(m_TD, router_DE, k, renormalise)
-    if first_T is not None:
-        ids_TK += first_T[:, None]
+    if first is not None:
+        ids_TK += first
+    if positions_T is not None:
+        ids_TK = jnp.where(positions_T[:, None] < 0, NOWHERE, ids_TK)
     factor_T1 = None if shared_gate_D is None else jax.nn.sigmoid(matmul(m_TD, shared_gate_D[:, None]))
     return weights_TK, ids_TK, factor_T1
-
-
-def norm_and_route(
-    x_TD: jax.Array,
-    norm_D: jax.Array,
-    eps: float,
-    router_DE: jax.Array,
-    k: int,
-    renormalise: bool,
-    first_T: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Args and result: see ``pallas_kernels.routing.api.norm_and_route``."""
-    m_TD = rms_norm(x_TD, norm_D, eps)
-    weights_TK, ids_TK, _ = route(m_TD, router_DE, k, renormalise, None, first_T)
-    return m_TD, weights_TK, ids_TK
-
-
-def norm_route_and_gate(
-    x_TD: jax.Array,
-    norm_D: jax.Array,
-    eps: float,
-    router_DE: jax.Array,
-    k: int,
-    renormalise: bool,
-    shared: tuple[jax.Array, jax.Array, jax.Array],
-    activation: str,
-    first_T: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Args and result: see ``pallas_kernels.routing.api.norm_route_and_gate``."""
-    gate_DF, up_DF, shared_gate_D = shared
-    m_TD = rms_norm(x_TD, norm_D, eps)
-    weights_TK, ids_TK, factor_T1 = route(m_TD, router_DE, k, renormalise, shared_gate_D, first_T)
-    return m_TD, weights_TK, ids_TK, gated(m_TD, gate_DF, up_DF, activation, None, 0.0), factor_T1

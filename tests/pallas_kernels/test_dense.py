@@ -39,29 +39,11 @@ def close(out, ref, dtype, relative_error):
     [("float32", 3, CUTS[1]), ("bfloat16", 1, CUTS[0]), ("bfloat16", 16, CUTS[1]), ("bfloat16", 7, CUTS[0])],
 )
 def test_project_equals_the_definition(dtype, tokens, cut, interpret, relative_error):
-    x, q, k, v, norm, bias = draw(0, (tokens, 96), (96, 64), (96, 32), (96, 24), (96,), (32,), dtype=dtype)
-    args = x, (q, k, v), norm, EPS, (None, bias, None)
+    x, q, k, v, bias = draw(0, (tokens, 96), (96, 64), (96, 32), (96, 24), (32,), dtype=dtype)
+    args = x, (q, k, v), (None, bias, None)
     out = pallas_triton.project(*args, cut=cut, interpret=interpret)
     assert close(out, reference.project(*args), dtype, relative_error)
-    swapped = reference.project(x, (q, k, v), norm[::-1], EPS, (None, bias, None))  # negative control
-    assert not close(out, swapped, dtype, relative_error)
-    bare = x, (k,), None, 0.0, (None,)
-    out = pallas_triton.project(*bare, cut=cut, interpret=interpret)
-    assert close(out, reference.project(*bare), dtype, relative_error)
-
-
-@pytest.mark.parametrize("interpret", MODES)
-@pytest.mark.parametrize(
-    ("dtype", "tokens", "depth", "cut"),
-    [("float32", 16, 40, CUTS[0]), ("bfloat16", 3, 96, CUTS[1]), ("bfloat16", 1, 40, CUTS[0])],
-)
-def test_project_add_equals_the_definition(dtype, tokens, depth, cut, interpret, relative_error):
-    h, w, residual = draw(1, (tokens, depth), (depth, 72), (tokens, 72), dtype=dtype)
-    factor, addend = draw(2, (tokens, 1), (tokens, 72))
-    for optional in ((None, None), (factor, addend)):
-        out = pallas_triton.project_add(h, w, residual, *optional, cut=cut, interpret=interpret)
-        assert close(out, reference.project_add(h, w, residual, *optional), dtype, relative_error)
-    swapped = reference.project_add(h, w, residual, -factor, addend)  # negative control
+    swapped = reference.project(x, (q, k, v), (None, -bias, None))  # negative control
     assert not close(out, swapped, dtype, relative_error)
 
 
@@ -94,12 +76,11 @@ def test_the_sum_of_parts_equals_the_definition(dtype, tokens, depth, cut, inter
     ],
 )
 def test_gated_equals_the_definition(dtype, tokens, activation, cut, interpret, relative_error):
-    x, gate, up, norm = draw(3, (tokens, 50), (50, 44), (50, 44), (50,), dtype=dtype)
+    x, gate, up = draw(3, (tokens, 50), (50, 44), (50, 44), dtype=dtype)
     gate, up = gate / 4, up / 4  # where activations bend
-    for args in ((x, gate, up, activation, None, 0.0), (x, gate, up, activation, norm, EPS)):
-        out = pallas_triton.gated(*args, cut=cut, interpret=interpret)
-        assert close(out, reference.gated(*args), dtype, relative_error)
-    swapped = reference.gated(x, up, gate, activation, norm, EPS)  # negative control
+    out = pallas_triton.gated(x, gate, up, activation, cut=cut, interpret=interpret)
+    assert close(out, reference.gated(x, gate, up, activation), dtype, relative_error)
+    swapped = reference.gated(x, up, gate, activation)  # negative control
     assert not close(out, swapped, dtype, relative_error)
 
 
@@ -118,36 +99,43 @@ def test_logits_equal_the_definition(dtype, tokens, transposed, interpret, relat
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_depends_on_no_other_row(dtype, interpret):
-    x, gate, up, norm, down, residual = draw(5, (16, 96), (96, 64), (96, 64), (96,), (64, 96), (16, 96), dtype=dtype)
+    x, gate, up, norm, down = draw(5, (16, 96), (96, 64), (96, 64), (96,), (64, 96), dtype=dtype)
     few = 3
 
     @jax.jit
-    def layer(x, residual):
-        h = pallas_triton.gated(x, gate, up, "silu", norm, EPS, cut=CUTS[0], interpret=interpret)
+    def layer(x):
+        h = pallas_triton.gated(x, gate, up, "silu", cut=CUTS[0], interpret=interpret)
         parts = pallas_triton.project_parts(h, down, cut=PARTS, interpret=interpret)
-        added = pallas_triton.project_add(h, down, residual, None, None, cut=CUTS[1], interpret=interpret)
-        return h, *parts, added
+        return h, *parts, *pallas_triton.add_norm(x, norm, EPS, parts, interpret=interpret)
 
-    whole = layer(x, residual)
-    for part in (layer(x[:few], residual[:few]), layer(x.at[few:].set(jnp.nan), residual)):
+    whole = layer(x)
+    for part in (layer(x[:few]), layer(x.at[few:].set(jnp.nan))):
         for a, b in zip(part, whole, strict=True):
             np.testing.assert_array_equal(np.asarray(a[:few], np.float32), np.asarray(b[:few], np.float32))
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 2), ("bfloat16", 5)])
+def test_add_norm_equals_the_definition(dtype, tokens, interpret, relative_error):
+    x, norm = draw(9, (tokens, 72), (72,), dtype=dtype)
+    parts, factor, y, weights = draw(10, (3, tokens, 72), (tokens, 1), (tokens, 2, 72), (tokens, 2))
+    for addends in ((None, None, None), (parts, None, None), (parts, factor, (y, weights))):
+        out = pallas_triton.add_norm(x, norm, EPS, *addends, interpret=interpret)
+        assert close(out, reference.add_norm(x, norm, EPS, *addends), dtype, relative_error)
+    for wrong in ((parts, -factor, (y, weights)), (parts, factor, (y, weights[:, ::-1]))):  # negative controls
+        assert not close(out, reference.add_norm(x, norm, EPS, *wrong), dtype, relative_error)
+    n = out[0].astype(jnp.float32)
+    n *= (jnp.mean(n * n, axis=1, keepdims=True) + EPS) ** -0.5
+    assert relative_error(out[1], n * norm.astype(jnp.float32)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [17, 65])
 def test_more_rows_are_left_to_xla(tokens):
     """Without ``interpret`` a kernel would fail on a CPU."""
-    x, w, up, norm, residual = draw(6, (tokens, 32), (32, 48), (32, 48), (32,), (tokens, 48))
-    addend = 2 * residual
-    for name, args, options in (
-        ("project", (x, (w,)), {"norm_D": norm, "eps": EPS}),
-        ("project_add", (x, w, residual), {"addend_TD": addend}),
-        ("project_parts", (x, w), {}),
-        ("gated", (x, w, up), {}),
-        ("logits", (x, w), {}),
-    ):
+    x, w, up = draw(6, (tokens, 32), (32, 48), (32, 48))
+    for name, args in (("project", (x, (w,))), ("project_parts", (x, w)), ("gated", (x, w, up)), ("logits", (x, w))):
         out, ref = (
-            jax.tree.leaves(getattr(api, name)(*args, **options, implementation=implementation))
+            jax.tree.leaves(getattr(api, name)(*args, implementation=implementation))
             for implementation in ("triton", "xla")
         )
         np.testing.assert_allclose(out[0], ref[0], 1e-5, 1e-5, err_msg=name)
@@ -166,17 +154,15 @@ def cuda():
 def step(spec, args):
     """Every dense product of a layer and the head, by the api."""
     triton = {"implementation": "triton"}
-    x, weights, norm, biases = args["project"]
-    out = [api.project(x, weights, norm_D=norm, eps=EPS, biases=biases, **triton)]
-    out.append(api.project_add(*args["project_add"], **triton))
+    x, weights, biases = args["project"]
+    out = [api.project(x, weights, biases=biases, **triton)]
     out.append(api.project_parts(*args["project_parts"], **triton))
     out.append(api.logits(*args["logits"], transposed=spec.tied, **triton))
     if spec.shared_width:
-        *operands, norm = args["gated"]
-        out.append(api.gated(*operands, activation=spec.activation, norm_D=norm, eps=EPS, **triton))
-        h, w, residual, factor, addend = args["down"]
-        out.append(api.project_add(h, w, residual, factor_T1=factor, addend_TD=addend, **triton))
-        out.append(api.project_parts(*args["down_parts"], **triton))
+        out.append(api.gated(*args["gated"], activation=spec.activation, **triton))
+        out.append(api.project_parts(*args["down"], **triton))
+    x, norm, parts, factor, routed = args["add_norm"]
+    out.append(api.add_norm(x, norm, EPS, parts_STD=parts, factor_T1=factor, routed=routed, **triton))
     return out
 
 
@@ -188,7 +174,7 @@ def test_real_sizes_lower_to_triton(name, tokens, dtype):
         traced = jax.jit(partial(step, spec)).trace(abstract_args(spec, tokens, dtype))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count('name = "project"') == 1
-    assert text.count('name = "project_add"') == (2 if spec.shared_width else 1)
+    assert text.count('name = "add_norm"') == 1
     assert text.count('name = "project_parts"') == (2 if spec.shared_width else 1)
     assert text.count('name = "logits"') == 1
     assert "stablehlo.dot" not in text
@@ -202,8 +188,8 @@ def test_bad_arguments_are_refused():
         api.project(x, (w,), implementation="cuda")
     with pytest.raises(ValueError, match=r"shapes disagree: rows \(2, 8\), matrices \(8, 4\), \(4, 8\)"):
         api.project(x, (w, w.T))
-    with pytest.raises(ValueError, match="shapes disagree"):
-        api.project_add(x, w.T, x)
+    with pytest.raises(ValueError, match=r"addends \[\(2, 4\)\]"):
+        api.add_norm(x, x[0], EPS, parts_STD=jnp.zeros((3, 2, 4)))
     with pytest.raises(ValueError, match="shapes disagree"):
         api.project_parts(x, w.T)
     with pytest.raises(ValueError, match="'relu' is not one of"):
