@@ -39,7 +39,7 @@ def normed_layer(
     attend: Attend,
     experts: Experts,
     implementation: str = "xla",
-    first_T: jax.Array | None = None,
+    place: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[Carry, jax.Array, jax.Array]:
     """Returns the carry, the hidden states after one layer and their norm for the next, [T, D] in x's dtype.
 
@@ -49,7 +49,7 @@ def normed_layer(
     Args: as of ``forward``, and
       x_TD, n_TD: hidden states, and the same after the layer's input norm.
       next_norm_D: weights of the norm that follows the layer.
-      first_T: int32, added to the ids of each token's experts.
+      place: (first, positions_T) of ``pallas_kernels.routing.api.route``; None where ids are the layer's own.
     """
     which = {"implementation": implementation}
     with jax.named_scope("attention"):
@@ -60,9 +60,10 @@ def normed_layer(
     addends, mlp, scope = {}, w.mlp, "mlp"
     if isinstance(w.mlp, MoEWeights):
         with jax.named_scope("router"):
+            first, there_T = place or (None, None)
             weights_TK, ids_TK, addends["factor_T1"] = route(
                 m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob,
-                shared_gate_D=w.mlp.shared_gate_D, first_T=first_T, **which,
+                shared_gate_D=w.mlp.shared_gate_D, first=first, positions_T=there_T, **which,
             )  # fmt: skip
         with jax.named_scope("experts"):
             carry, y = experts(carry, sum(config.sparse_layers[:layer]), m_TD, ids_TK, weights_TK)

@@ -25,26 +25,19 @@ MERGE_TOKENS = 64
 """Up to here, launches count: kernels are given the tables of all layers at once, for a slice would be a copy."""
 
 
-def weight_pages(state: DecodeState, layer: int, *, merged: bool) -> tuple[WeightPages, int]:
-    """Returns (pages, first): expert e of a sparse layer is block ``first + e`` of these pages.
-
-    Args:
-      state: its page map and geometry.
-      layer: among the sparse layers.
-      merged: whether the pages are those of all layers, a view, or of this layer alone.
-    """
+def weight_pages(state: DecodeState, layer: int, *, merged: bool) -> WeightPages:
+    """Returns the pages of a layer among the sparse ones; the same of all layers, a view, where they are ``merged``."""
     tables = state.page_map.bits_LEU, state.page_map.gate_up_frames_LEF, state.page_map.down_frames_LEF
     bits_EU, gate_up_frames_EF, down_frames_EF = (
         table.reshape(-1, table.shape[-1]) if merged else table[layer] for table in tables
     )
-    pages = WeightPages(
+    return WeightPages(
         bits_EU=bits_EU,
         gate_up_frames_EF=gate_up_frames_EF,
         down_frames_EF=down_frames_EF,
         gate_up=state.geometry.gate_up,
         down=state.geometry.down,
     )
-    return pages, layer * tables[0].shape[1] if merged else 0
 
 
 def layer_tables(table_RGLF: jax.Array) -> list[jax.Array]:
@@ -86,7 +79,7 @@ def paged_forward(
 
     @partial(jax.jit, static_argnames="window")
     def run_layer(
-        w: LayerWeights, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first_T,
+        w: LayerWeights, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first,
         *, window,
     ):  # fmt: skip
         """Returns (arena, hidden states, their norm for the next layer, what the experts saw)."""
@@ -119,26 +112,27 @@ def paged_forward(
             return (arena_AW, (ids_TK, weights_TK, h_square_TK)), y
 
         (arena_AW, seen), x_TD, n_TD = normed_layer(
-            config, 0, w, x_TD, n_TD, next_norm_D, None, (arena_AW, None), attend, experts, implementation, first_T
-        )
+            config, 0, w, x_TD, n_TD, next_norm_D, None, (arena_AW, None), attend, experts, implementation,
+            (first, positions_T),
+        )  # fmt: skip
         return arena_AW, x_TD, n_TD, seen
 
-    merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS
-    arena_AW, x_TD, seen, firsts = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], [], []
+    sparse = [w.mlp.experts is None for w in weights.layers if isinstance(w.mlp, MoEWeights)]
+    merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS and all(sparse)
+    firsts = [config.num_experts * layer if merged else 0 for layer in range(len(sparse))]
+    arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
     x_TD, n_TD = add_norm(x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, **which)
     layers = zip(weights.layers, following_norms(weights), tables, config.windows, strict=True)
     for layer, (w, next_norm_D, table_RGF, window) in enumerate(layers):
-        pages, first, num_blocks = None, 0, config.num_experts
-        if isinstance(w.mlp, MoEWeights) and w.mlp.experts is None:
-            pages, first = weight_pages(state, sum(config.sparse_layers[:layer]), merged=merged)
-            num_blocks = pages.bits_EU.shape[0]
-        first_T = jnp.where(there_T, first, num_blocks)  # no expert's id for a token that is not there
+        pages, first = None, jnp.int32(0)
+        if isinstance(w.mlp, MoEWeights):
+            first = jnp.int32(firsts[len(seen)])
+            pages = weight_pages(state, len(seen), merged=merged) if w.mlp.experts is None else None
         arena_AW, x_TD, n_TD, of_layer = run_layer(
-            w, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first_T, window=window
+            w, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first, window=window
         )
         if of_layer is not None:
             ids_TK, weights_TK, h_square_TK = of_layer
             seen.append((ids_TK, weights_TK, x_TD, h_square_TK))
-            firsts.append(first)
     packed = pack_layers(seen, firsts, config.num_experts, implementation)
     return arena_AW, n_TD.reshape(num_rows, num_tokens, -1), packed
