@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"), help="its Hugging Face folder")
     parser.add_argument("--windows", type=int, default=8, help="windows of each text")
     parser.add_argument("--long-windows", type=int, default=8, help="longer windows of each text, for what it buys")
+    parser.add_argument("--only-costs", action="store_true", help="what better predictions buy, and nothing measured")
     parser.add_argument("--experts", type=int, default=16, help="experts sampled of each layer")
     parser.add_argument("--results", type=Path, required=True, help="JSON lines are appended here")
     parser.add_argument("--plot", type=Path)
@@ -276,7 +277,7 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.checkpoint)
     config, calibration = checkpoint.manifest.config, load_calibration(checkpoint)
-    model = read_model(args.model, checkpoint)
+    model = None if args.only_costs else read_model(args.model, checkpoint)
     experts = np.sort(np.random.default_rng(0).choice(config.num_experts, args.experts, replace=False))
     print(f"{time.perf_counter() - STARTED:.0f} s: read", flush=True)
     measured, predicted = {}, {}
@@ -284,19 +285,21 @@ def main() -> None:
     for path in args.texts:
         started, name = time.perf_counter(), path.name.split(".")[0]
         _, tokens = tokenize(args.model, read_text(path), config.vocab_size)
-        windows = spread(split_windows(tokens, WINDOW_TOKENS), args.windows)
-        record, measured[name], predicted[name] = check_text(model, checkpoint, calibration, windows, experts)
+        record = {"text_name": name}
+        if not args.only_costs:
+            windows = spread(split_windows(tokens, WINDOW_TOKENS), args.windows)
+            found, measured[name], predicted[name] = check_text(model, checkpoint, calibration, windows, experts)
+            record |= {"windows": len(windows), "experts": len(experts), **found}
         long = spread(split_windows(tokens, min(LONG_TOKENS, config.max_position_embeddings)), args.long_windows)
         record["cost"] = lowering_costs(checkpoint, calibration, long) if len(long) else {}
-        record = {"text_name": name, "windows": len(windows), "experts": len(experts), **record}
-        append_result(results, "text", record)
-        if args.save:
+        append_result(results, "costs" if args.only_costs else "text", record)
+        if args.save and not args.only_costs:
             args.save.mkdir(parents=True, exist_ok=True)
             np.savez(args.save / f"{name}.npz", rise=measured[name], **predicted[name])
-        for kind in ("text", "after"):
+        for kind in ("text", "after") if not args.only_costs else ():
             print(name, kind, {key: (one["overall"], one["layers"]) for key, one in record[kind].items()}, flush=True)
         print(name, "cost", record["cost"], f"{time.perf_counter() - started:.0f} s", flush=True)
-    if args.plot:
+    if args.plot and measured:
         plot(args.plot, measured, predicted)
 
 

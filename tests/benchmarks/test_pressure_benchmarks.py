@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import ablation
 import numpy as np
+import policy_search
 import pressure_cases as pc
 import pytest
 import uniform_curve
@@ -14,6 +15,7 @@ import uniform_curve
 from pagedweight_jax.cli import main
 from pagedweight_jax.config import PlannerConfig
 from pagedweight_jax.evaluate.schedule import read_schedule
+from pagedweight_jax.planning.policy import Policy
 
 
 def test_equal_quality_is_read_off_between_points_on_a_log_scale():
@@ -59,6 +61,28 @@ def test_texts_are_named_on_the_command_line():
     one, other = pc.texts(["a=x.txt", "b=y.txt@3"], windows=2, window_tokens=16)
     assert (one.name, one.path.name, one.skip) == ("a", "x.txt", 0)
     assert (other.name, other.path.name, other.skip, other.windows) == ("b", "y.txt", 3, 2)
+
+
+def test_policies_are_compared_window_by_window_and_no_case_is_scored_twice(tmp_path):
+    """The dearer policy costs 10 % more in a text's first window and 30 % more in its second, at both targets."""
+    scored = []
+
+    def run(function, cases, model, cache):
+        scored.extend(cases)
+        for case in cases:
+            kl_W = case.memory_bytes * np.array([1.0, 1.0]) * (np.array([1.1, 1.3]) if case.policy.alpha else 1.0)
+            yield {"kl": kl_W.mean(), "kl_windows": kl_W.tolist()}
+
+    texts = tuple(pc.texts(["a=x.txt", "b=y.txt"], windows=2, window_tokens=16))
+    rows = policy_search.Rows(run, tmp_path, tmp_path)
+    scorer = policy_search.Scorer(tmp_path, texts, (1, 2), 2, rows)
+    plain, dear = Policy(alpha=0.0), Policy(alpha=1.0)
+    np.testing.assert_allclose(list(scorer.many([plain, dear])), [[1, 2], [1.2, 2.4]])
+    assert len(scored) == 8
+    found = policy_search.compare(scorer, plain, dear)
+    assert len(scored) == 8
+    assert found["a"] == {"windows": 2, "relative": 1.2, "standard_error": 0.1}
+    assert found["all"] == {"windows": 4, "relative": 1.2, "standard_error": round(0.2 / 12**0.5, 5)}
 
 
 def test_a_score_from_the_checkpoint_to_its_record(hf_folder, tmp_path, capsys):
