@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.layer import convert_layer
+from pagedweight_jax.calibrate.memory import experts_on_device, give_back
 from pagedweight_jax.calibrate.prepare import MIN_TOKENS, Job, Report, check_disk, costs, prepare
 from pagedweight_jax.calibrate.stopwatch import Stopwatch
 from pagedweight_jax.calibrate.sweep import fisher_rows, sweep
@@ -98,6 +99,7 @@ def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch
             with watch("write"):
                 draft.commit(_step(layer), *arrays)
             del arrays
+            give_back()
             hidden.drop_before(layer + 1)
         if following is None:
             return None
@@ -108,7 +110,7 @@ def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch
     with ThreadPoolExecutor(1) as disk:  # it writes, then reads: beside the layer at hand, one is in memory
         turn = disk.submit(write_and_read, layers[0] if layers else None)
         for layer, following in zip(layers, [*layers[1:], None]):
-            w = turn.result()
+            w = experts_on_device(turn.result())
             turn = disk.submit(write_and_read, following)
             fisher = fisher_rows(draft, layer) if with_fisher else {}
             arrays = convert_layer(w, job.manifest, layer, hidden, fisher, MIN_TOKENS, progress, watch)

@@ -34,6 +34,9 @@ RAM_BYTES = 4 << 30
 PROGRAM_BYTES = 768 << 20
 """What Python, JAX, compiled programs and the quantizer's tables take, about: the demo model peaks at 789 MiB."""
 
+GPU_PROGRAM_BYTES = 2 << 30
+"""The same with a GPU: CUDA's libraries and page-locked memory are in it."""
+
 QUANTIZER_BYTES = 100
 """What a GPU's quantizer takes for every weight of the linear-block at hand: XLA says 92."""
 
@@ -180,18 +183,19 @@ def costs(job: Job) -> Costs:
     S = job.sequences_NS.shape[1]
     attention_bytes = 2 * BATCH_SEQUENCES * config.num_heads * S * S * 4  # scores and probabilities
     on_gpu = jax.default_backend() == "gpu"
-    # The layer as it was read and, without a GPU, as XLA has it; then codes, LUTs, what packs them, and pages. Beside
-    # that the disk has the pages of the layer before, then the layer behind.
+    # Beside the layer at hand the disk has the pages of the layer before, then the layer behind. Without a GPU: the
+    # layer as it was read and as XLA has it; then codes, LUTs, what packs them, and pages.
     at_the_disk_bytes = max(layer_bytes, layer_pages_bytes)
-    running_bytes = at_the_disk_bytes + layer_bytes + (0 if on_gpu else layer_bytes + attention_bytes)
-    quantizing_bytes = at_the_disk_bytes + layer_bytes + 4 * max(kind_weights) + layer_pages_bytes
+    running_bytes = at_the_disk_bytes + (layer_bytes if on_gpu else 2 * layer_bytes + attention_bytes)
+    quantizing_bytes = at_the_disk_bytes + layer_pages_bytes + (0 if on_gpu else layer_bytes + 4 * max(kind_weights))
     block_bytes = QUANTIZER_BYTES * max(layout.rows * layout.columns for layout in layouts)
-    device_bytes = max(layer_bytes + attention_bytes, 6 * max(kind_weights) + block_bytes)
+    device_bytes = layer_bytes + max(attention_bytes, 4 * max(kind_weights) + block_bytes)
     outer_bytes = _nbytes(replace(shapes, layers=()))
     with_fisher = job.manifest.calibration.importance == "fisher"
     head_bytes = with_fisher * 4 * 4 * CHUNK_TOKENS * config.vocab_size  # logits, probabilities and their gradients
     device_bytes = max(device_bytes, with_fisher * (outer_bytes + head_bytes))
     top_bytes = 2 * outer_bytes + head_bytes  # once more to transpose, to save and to differentiate
+    program_bytes = GPU_PROGRAM_BYTES if on_gpu else PROGRAM_BYTES
     scratch_bytes = hidden_bytes * (config.num_layers + 3 if with_fisher else 3)
     return Costs(
         read_bytes=_nbytes(shapes) * (3 if with_fisher else 1),
@@ -201,7 +205,7 @@ def costs(job: Job) -> Costs:
         hidden_in_memory=in_memory,
         layer_bytes=layer_bytes,
         disk_bytes=pages_bytes + dense_bytes + scratch_bytes,
-        ram_bytes=PROGRAM_BYTES + max(running_bytes, quantizing_bytes, top_bytes) + in_memory * hidden_bytes,
+        ram_bytes=program_bytes + max(running_bytes, quantizing_bytes, top_bytes) + in_memory * hidden_bytes,
         device_bytes=on_gpu * device_bytes,
     )
 
