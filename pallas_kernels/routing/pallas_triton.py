@@ -8,7 +8,6 @@ A row's result depends on no other row.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import load, store
@@ -20,91 +19,8 @@ from pallas_kernels.routing.reference import NOWHERE
 MAX_TOKENS = 64
 """More rows than that fill the device with XLA's kernels, too."""
 
-STRETCH = 128
-"""Rows of the router that a program reads."""
-
 STRETCH_BYTES = 256
 """Of each row of m that a program reads."""
-
-
-def add_norm_and_route(
-    x_TD: jax.Array,
-    norm_D: jax.Array,
-    eps: float,
-    parts_STD: jax.Array,
-    router_DE: jax.Array,
-    k: int,
-    renormalise: bool,
-    shared_gate_D: jax.Array | None = None,
-    first: jax.Array | None = None,
-    positions_T: jax.Array | None = None,
-    *,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Args and result: see ``pallas_kernels.routing.api.add_norm_and_route``."""
-    if len(x_TD) > MAX_TOKENS:
-        args = x_TD, norm_D, eps, parts_STD, router_DE, k, renormalise, shared_gate_D, first, positions_T
-        return reference.add_norm_and_route(*args)
-    args = x_TD, norm_D, eps, parts_STD, router_DE, shared_gate_D
-    x_TD, m_TD, logits_STE = add_norm_and_multiply(*args, interpret=interpret)
-    shared, place = shared_gate_D is not None, (first, positions_T)
-    chosen = choose_experts(logits_STE, router_DE.shape[1], k, renormalise, shared, place, interpret=interpret)
-    return x_TD, m_TD, *chosen
-
-
-def add_norm_and_multiply(
-    x_TD: jax.Array,
-    norm_D: jax.Array,
-    eps: float,
-    parts_STD: jax.Array,
-    router_DE: jax.Array,
-    shared_gate_D: jax.Array | None,
-    *,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns x', m and parts of ``m @ router``, float32[S, T, E or more]; column E is the shared gate's, if any.
-
-    A program takes a row and a stretch of it. It reads the whole row for the norm, and its stretch once more.
-    """
-    (num_tokens, width), num_experts = x_TD.shape, router_DE.shape[1]
-    columns, stretches = max(16, pl.next_power_of_2(num_experts + (shared_gate_D is not None))), pl.cdiv(width, STRETCH)
-
-    def kernel(x, norm, parts, router, *refs):
-        *shared_gate, x_out, m_out, logits_out = refs
-        t, stretch = pl.program_id(0) // stretches, pl.program_id(0) % stretches
-        c_C = stretch * STRETCH + jnp.arange(STRETCH, dtype=jnp.int32)
-        expert_E = jnp.arange(columns, dtype=jnp.int32)
-        inside_C = c_C < width
-        mask = inside_C[:, None] & (expert_E < num_experts)[None]
-        router_CE = load(router.at[c_C[:, None], expert_E[None]], mask=mask, other=0.0)  # ahead of what waits
-        norm_C = load(norm.at[c_C], mask=inside_C, other=0.0)
-
-        def add(c_C):
-            inside_C = c_C < width
-            x_C = load(x.at[t, c_C], mask=inside_C, other=0.0)
-            total_C, *others = [load(parts.at[s, t, c_C], mask=inside_C, other=0.0) for s in range(parts.shape[0])]
-            for other_C in others:
-                total_C += other_C
-            return x_C + total_C.astype(x_C.dtype)
-
-        row_C = add(jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)).astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(row_C * row_C) / width + eps)
-        x_C = add(c_C)
-        m_C = (x_C.astype(jnp.float32) * scale).astype(x_C.dtype) * norm_C.astype(x_C.dtype)
-        store(x_out.at[t, c_C], x_C, mask=inside_C)
-        store(m_out.at[t, c_C], m_C, mask=inside_C)
-        m_C = m_C.astype(jnp.float32)
-        logit_E = jnp.sum(m_C[:, None] * router_CE.astype(jnp.float32), axis=0)
-        if shared_gate:
-            gate_C = load(shared_gate[0].at[c_C], mask=inside_C, other=0.0).astype(jnp.float32)
-            logit_E = jnp.where(expert_E == num_experts, jnp.sum(m_C * gate_C), logit_E)
-        logits_out[stretch, t, :] = logit_E
-
-    like_x = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
-    out_shape = like_x, like_x, jax.ShapeDtypeStruct((stretches, num_tokens, columns), jnp.float32)
-    args = x_TD, norm_D, parts_STD, router_DE, *(() if shared_gate_D is None else (shared_gate_D,))
-    cut = Cut(columns=columns, depth=STRETCH, num_warps=8, num_stages=1)
-    return launch(kernel, "add_norm_and_multiply", num_tokens * stretches, out_shape, cut, interpret, *args)
 
 
 def route(

@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dense.reference import add_norm, matmul
+from pallas_kernels.dense.reference import matmul
 
 NOWHERE = 2**30
 """The id of an expert that there is in no layer."""
@@ -36,20 +36,3 @@ def route(
         ids_TK = jnp.where(positions_T[:, None] < 0, NOWHERE, ids_TK)
     factor_T1 = None if shared_gate_D is None else jax.nn.sigmoid(matmul(m_TD, shared_gate_D[:, None]))
     return weights_TK, ids_TK, factor_T1
-
-
-def add_norm_and_route(
-    x_TD: jax.Array,
-    norm_D: jax.Array,
-    eps: float,
-    parts_STD: jax.Array,
-    router_DE: jax.Array,
-    k: int,
-    renormalise: bool,
-    shared_gate_D: jax.Array | None = None,
-    first: jax.Array | None = None,
-    positions_T: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Args and result: see ``pallas_kernels.routing.api.add_norm_and_route``."""
-    x_TD, m_TD = add_norm(x_TD, norm_D, eps, parts_STD, None, None)
-    return x_TD, m_TD, *route(m_TD, router_DE, k, renormalise, shared_gate_D, first, positions_T)
