@@ -145,12 +145,13 @@ def main() -> None:
         for row in run(unquantized, [*tune, *confirm, *other], args.model, args.cache):
             print(json.dumps(row), flush=True)
         rows = Rows(run, args.model, args.cache)
-        tuning, confirming, others = (
+        tuning, confirming, scoring = (
             Scorer(args.checkpoint, t, targets, args.batch, rows) for t in (tune, confirm, other)
         )
+        buckets, alpha, prior, *others = default_moves(checkpoint.manifest.min_bits)  # it begins with good buckets
         result = search(
             tuning,
-            [lambda policy: [NEUTRAL], *default_moves(checkpoint.manifest.min_bits), half_life_moves],
+            [lambda policy: [NEUTRAL], alpha, prior, buckets, *others, half_life_moves],
             args.journal,
             subject=subject,
             start=online.policy,
@@ -159,7 +160,7 @@ def main() -> None:
             run=lambda scorer, policies: scorer.many(list(policies)),
         )
         evidence = result.evidence()
-        for name, scorer in {"calibration_text": confirming, "other_text": others}.items():
+        for name, scorer in {"calibration_text": confirming, "other_text": scoring}.items():
             if scorer.texts and result.best is not result.first:
                 evidence[name] = compare(scorer, result.first.policy, result.best.policy)
     for trial in result.trials:
