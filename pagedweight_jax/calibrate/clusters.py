@@ -111,6 +111,14 @@ class Rows(Protocol):
     def max_plus(self, score_GR: Array, gain_GGR: Array) -> Array:
         """Returns the greatest score[g] + gain[g, h] over all g."""
 
+    def joint_path(self, mass_GR: Array, moment_GR: Array, num_clusters: int) -> Array:
+        """Returns int[B, R]: the positions of a grid that are jointly the best borders of so many clusters.
+
+        Args:
+          mass_GR, moment_GR: the prefix sums there.
+          num_clusters: K.
+        """
+
     def running_max(self, x_RK: Array) -> Array:
         """Returns the greatest value of each row so far."""
 
@@ -140,7 +148,7 @@ def split(ops: Rows, rows: SortedRows, clustering: Clustering) -> Clustering:
     return Clustering(*map(merge, clustering, cuts))
 
 
-def _best_path(ops: Rows, first_GR: Array, between_GGR: list[Array], last_GR: Array) -> Array:
+def best_path(ops: Rows, first_GR: Array, between_GGR: list[Array], last_GR: Array) -> Array:
     """Returns int[B, R]: which candidate of every border, all borders jointly, removes the most error.
 
     A dynamic programme over the borders; the first of equal candidates is taken.
@@ -196,9 +204,7 @@ def _coarse(ops: Rows, mass_RG: Array, moment_RG: Array, num_clusters: int) -> A
         place_B1 = (np.arange(1, num_clusters) * cells // num_clusters)[:, None]
         place_BR = place_B1 + ops.xp.zeros(len(mass_RG), np.int64)
         return _refine(ops, mass_RG, moment_RG, place_BR, ops.xp.ones_like(place_BR), WINDOW)
-    mass_GR, moment_GR = mass_RG.T, moment_RG.T
-    gain_GGR = ops.gains((mass_GR[:, None], mass_GR), (moment_GR[:, None], moment_GR))
-    return _best_path(ops, gain_GGR[0], [gain_GGR] * (num_clusters - 2), gain_GGR[:, -1])
+    return ops.joint_path(mass_RG.T, moment_RG.T, num_clusters)
 
 
 def _refine(
@@ -216,7 +222,7 @@ def _refine(
         between_BGGR = ops.gains(
             (mass_BGR[:-1, :, None], mass_BGR[1:, None]), (moment_BGR[:-1, :, None], moment_BGR[1:, None])
         )
-        chosen_BR = _best_path(
+        chosen_BR = best_path(
             ops,
             moment_BGR[0] ** 2 / (left_mass_GR + TINY),
             list(between_BGGR),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.calibrate.clusters import TINY, Clustering, SortedRows
+from pagedweight_jax.calibrate.clusters import TINY, Clustering, SortedRows, best_path
 
 
 class JaxRows:
@@ -76,6 +76,10 @@ class JaxRows:
 
     def max_plus(self, score_GR: jax.Array, gain_GGR: jax.Array) -> jax.Array:
         return (score_GR[:, None] + gain_GGR).max(0)
+
+    def joint_path(self, mass_GR: jax.Array, moment_GR: jax.Array, num_clusters: int) -> jax.Array:
+        gain_GGR = self.gains((mass_GR[:, None], mass_GR), (moment_GR[:, None], moment_GR))
+        return best_path(self, gain_GGR[0], [gain_GGR] * (num_clusters - 2), gain_GGR[:, -1])
 
     def running_max(self, x_RK: jax.Array) -> jax.Array:
         return jax.lax.cummax(x_RK, axis=1)
