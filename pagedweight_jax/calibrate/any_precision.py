@@ -161,5 +161,5 @@ def quantize_on_device(
 
 def dequantize(ap: AnyPrecision, bits: int) -> np.ndarray:
     """Returns the weights at ``bits`` bits, float32[E, N, C]: W[n, c] = LUT_b[n, code_b[n, c]]."""
-    codes_ENC = ap.codes_ENC >> (ap.max_bits - bits)
-    return np.take_along_axis(ap.luts[bits].astype(np.float32), codes_ENC.astype(np.intp), axis=2)
+    codes_ENC = np.asarray(ap.codes_ENC) >> (ap.max_bits - bits)
+    return np.take_along_axis(np.asarray(ap.luts[bits], np.float32), codes_ENC.astype(np.intp), axis=2)
