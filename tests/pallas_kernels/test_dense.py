@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.dense import api, pallas_triton, reference
 from pallas_kernels.dense.arg_specs import SPECS, abstract_args
+from pallas_kernels.dense.cases import call, random_like
 from pallas_kernels.dense.columns import Cut
 
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
@@ -112,6 +113,18 @@ def test_a_row_depends_on_no_other_row(dtype, interpret):
     for part in (layer(x[:few]), layer(x.at[few:].set(jnp.nan))):
         for a, b in zip(part, whole, strict=True):
             np.testing.assert_array_equal(np.asarray(a[:few], np.float32), np.asarray(b[:few], np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["project", "project_parts", "gated", "down", "logits"])
+def test_at_real_sizes_a_row_depends_on_no_other_row(operation):
+    spec = SPECS["qwen1.5-moe"]
+    x, *weights = random_like(abstract_args(spec, 16)[operation], 11)
+    run = jax.jit(partial(call, pallas_triton, operation, spec))
+    whole = jax.tree.leaves(run(x, *weights))
+    for few in (1, 3):
+        for a, b in zip(jax.tree.leaves(run(x[:few], *weights)), whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b[:few], np.float32))
 
 
 @pytest.mark.parametrize("interpret", MODES)
