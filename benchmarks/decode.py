@@ -9,6 +9,9 @@ experts run at one bitwidth, from pages strewn over the arena. A call is ``decod
 follow one another without waiting for the host, as the engine's do, and the time of a step is that of all calls over
 their steps. The roofline counts bytes: dense weights and the head once, each page of a selected expert once, the cache
 of all rows once, at the 4.3 TB/s of a device copy.
+
+Under the profiler XLA launches kernels one after another, unless XLA_FLAGS holds
+``--xla_enable_command_buffers_during_profiling=true``: then the trace shows what runs side by side.
 """
 
 import argparse
@@ -135,7 +138,7 @@ class Case:
     def __init__(self, arguments, config: ModelConfig, weights: Weights, state: DecodeState, say):
         self.arguments, self.config, self.weights, self.state, self.say = arguments, config, weights, state, say
         self.rows = state.lengths_B.shape[0]
-        self.calls = 1 + -(-arguments.repetitions // arguments.steps)
+        self.calls = arguments.calls
 
     def decode(self, program) -> tuple:
         """Runs calls that follow one another without the host; returns the last one's results."""
@@ -239,7 +242,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a call")
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a prefill chunk to time, too")
     parser.add_argument("--sums", action="store_true", help="time steps with and without their sums, in turn")
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=8, help="that follow one another")
+    parser.add_argument("--repetitions", type=int, default=20, help="of the steps with and without sums")
     parser.add_argument("--implementation", default="triton")
     parser.add_argument("--profile", metavar="DIR", help="write traces there and print each kernel's share")
     parser.add_argument("--out", default="benchmarks/results/decode.jsonl")
@@ -251,7 +255,7 @@ def main() -> None:
     def say(text):
         print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)
 
-    max_model_len = max(arguments.context + 64 * arguments.steps, arguments.chunk)
+    max_model_len = max(arguments.context + arguments.calls * arguments.steps, arguments.chunk)
     all_rows = arguments.batches or [1]  # with no batch, a prefill chunk alone
     jobs = {f"batch {rows}": (decode, rows) for rows in arguments.batches}
     if arguments.sums:

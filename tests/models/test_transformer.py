@@ -103,6 +103,27 @@ def test_callbacks_are_numbered_and_the_carry_is_threaded(weights):
     assert carry == calls
 
 
+def test_experts_may_leave_their_sum_to_the_layer(weights, relative_error):
+    summed = sparse_experts(weights)
+
+    def each(carry, sparse_layer, m_TD, ids_TK, weights_TK):
+        ones_T1 = jnp.ones((len(m_TD), 1))
+        columns = [summed(None, sparse_layer, m_TD, ids_T1, ones_T1)[1] for ids_T1 in jnp.split(ids_TK, 2, axis=1)]
+        return carry, jnp.stack(columns, axis=1)
+
+    def in_wrong_order(*args):
+        return None, each(*args)[1][:, ::-1]
+
+    def hidden(experts):
+        def attend(carry, layer, q_THM, k_TJM, v_TJM):
+            return carry, dense_attention(q_THM, k_TJM, v_TJM, 0.25, 0)
+
+        return jax.jit(lambda tokens_T: forward(weights, tokens_T, tokens_T, None, attend, experts)[1])(jnp.arange(6))
+
+    assert relative_error(hidden(each), hidden(summed)) < 1e-6
+    assert relative_error(hidden(in_wrong_order), hidden(summed)) > 1e-3  # negative control
+
+
 def test_blocks_are_named_for_profiles(weights):
     text = jax.jit(dense_forward).lower(weights, jnp.arange(4)).as_text(debug_info=True)
     for scope in ("attention", "router", "experts", "shared_expert", "mlp", "lm_head"):
