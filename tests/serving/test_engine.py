@@ -77,8 +77,16 @@ def tight_bytes(engines):
     return tight_budget(engines())
 
 
-def test_frozen_tokens_do_not_depend_on_other_requests(engines):
-    engine = engines(mode="frozen", bits=4)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="small"),
+        # chunks that go through the grouped kernels, and more rows than the kernels of few take
+        pytest.param({"prefill_chunk_tokens": 128, "max_num_seqs": 20}, id="large", marks=pytest.mark.gpu),
+    ],
+)
+def test_frozen_tokens_do_not_depend_on_other_requests(engines, sizes):
+    engine = engines(mode="frozen", bits=4, **sizes)
     work = load()
     alone = []
     for prompt, params in work:
