@@ -176,7 +176,7 @@ def time_model(spec: MoESpec, results: Results, seconds_left) -> None:
 
     def define(arena, frames, bits_EU, m_TD, weights_TK, ids_TK):
         pages, x_TD = pages_of(spec, frames, bits_EU), m_TD.astype(jnp.float32)
-        return reference.moe_ffn(arena, pages, x_TD, ids_TK, weights_TK, spec.activation)[0]
+        return weighted_sum(reference.moe_ffn(arena, pages, x_TD, ids_TK, spec.activation)[0], weights_TK)
 
     layer = calls_of(spec)["layer"][1]
     error = relative_error(*(jax.jit(f)(*mixed, ids[0]) for f in (layer, define)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton can and Pallas does not offer: loads from computed addresses, and a bound on a thread's registers.
+"""What Triton can and Pallas does not offer: loads from computed addresses, gathers, a bound on a thread's registers.
 
 Beside ``_triton`` the only door to JAX's inside (its lowering of Pallas to Triton, JAX 0.10 to 0.11): replace it here
 when that changes. Nothing of this can be interpreted.
@@ -23,6 +23,7 @@ PTX_LOADS = {
 
 load_from_p = Primitive("load_from")
 limit_registers_p = Primitive("limit_registers")
+gather_shared_p = Primitive("gather_shared")
 
 
 def load_from(place, index: jax.Array, dtype) -> jax.Array:
@@ -84,3 +85,24 @@ def _(ctx, index, *, registers):
         module = module.parent.operation
     module.attributes["ttg.maxnreg"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), registers)
     return index
+
+
+def gather_shared(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns ``table[index]`` of a vector in registers, which passes through shared memory.
+
+    Args:
+      table: one-dimensional, of any dtype.
+      index: int32, one-dimensional, and within it.
+    """
+    return gather_shared_p.bind(table, index)
+
+
+@gather_shared_p.def_abstract_eval
+def _(table, index):
+    return core.ShapedArray(index.shape, table.dtype)
+
+
+@lowering.register_lowering(gather_shared_p)
+def _(ctx, table, index):
+    [result] = ctx.avals_out
+    return tt_dialect.GatherOp(table, index, 0, results=[mlir.aval_to_ir_type(ctx.context.mlir_ctx, result)]).result

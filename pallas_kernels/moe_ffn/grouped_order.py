@@ -100,12 +100,14 @@ class Tiles:
       pairs_P: int32, the used pairs, those of an expert together and in their order; what follows them is undefined.
       expert_N: int32, each tile's expert, E where there is no tile.
       first_N, count_N: int32, where the tile begins in ``pairs_P``, and how many pairs it holds.
+      count_E: int32, how many pairs each expert has.
     """
 
     pairs_P: jax.Array
     expert_N: jax.Array
     first_N: jax.Array
     count_N: jax.Array
+    count_E: jax.Array
 
 
 def sort_pairs(ids_P: jax.Array, num_experts: int, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -161,4 +163,4 @@ def make_tiles(ids_P: jax.Array, num_experts: int, tile: int, interpret: bool = 
     expert_N = jnp.sum(end_E[None] <= tile_N[:, None], axis=1, dtype=jnp.int32)
     e_N = jnp.minimum(expert_N, num_experts - 1)
     slot_N = (tile_N - (end_E - tiles_E)[e_N]) * tile
-    return Tiles(pairs_P, expert_N, first_E[e_N] + slot_N, jnp.minimum(count_E[e_N] - slot_N, tile))
+    return Tiles(pairs_P, expert_N, first_E[e_N] + slot_N, jnp.minimum(count_E[e_N] - slot_N, tile), count_E)

@@ -15,11 +15,12 @@ from jax import lax
 
 from pallas_kernels._triton import elementwise_inline_asm, load
 from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn.code_sums import choose, split
 from pallas_kernels.moe_ffn.grouped_order import WORDS, narrow_bands, order_weights, whole_chunks
 
-REGISTER_BITS = 5
-"""Bits of the largest LUT that is looked up in registers; entries of larger ones are loaded, from L1. At 6 bits that
-takes 1.62 ms where registers take 1.91 ms (2,048 tokens of Qwen1.5-MoE on an H200), at 5 bits 1.57 against 1.48 ms."""
+LOOKED_UP_BITS = 4
+"""Bits up to which products look their weights up; wider blocks are dequantized first (``grouped_dequantize.py``). One
+number of planes for all of them: a kernel with a second loop of products waits for each of its instructions."""
 
 FIELDS = 0x11111111
 """The lowest bit of each field of four bits."""
@@ -34,21 +35,7 @@ FIRST_PAIR, SECOND_PAIR = 0x5140, 0x7362
 """Selectors that put low and high bytes together: entries 0 and 1, and entries 2 and 3."""
 
 
-def _split(position, size: int):
-    """Returns (position // size, position % size) for a power of two and a position >= 0."""
-    return position >> (size.bit_length() - 1), position & (size - 1)
-
-
-def _choose(value, table: dict[int, int]) -> jax.Array:
-    """Returns table[value] of a scalar, by selects: a look-up would wait for memory."""
-    keys = sorted(table)
-    chosen = jnp.int32(table[keys[0]])
-    for key in keys[1:]:
-        chosen = jnp.where(value >= key, jnp.int32(table[key]), chosen)
-    return chosen
-
-
-def _stack(blocks: list[jax.Array]) -> jax.Array:
+def stack(blocks: list[jax.Array]) -> jax.Array:
     """Returns [.., 2, .., 2] of 2^n blocks: their index in binary, highest bit first (Triton joins two at a time)."""
     while len(blocks) > 1:
         half = len(blocks) // 2
@@ -81,7 +68,7 @@ class Rows:
 
     Attributes:
       layout, planes, num_warps: static; planes before the first are zeros.
-      arena, halves: refs int32[A, W] and, the same memory, float16[A, 2W].
+      arena: ref int32[A, W].
       frames: ref int32[E, frames of a block].
       e, bits: expert and bitwidth b.
       row_R4: int32, stored rows, as they are loaded (``grouped_order.loaded_rows``), for each word of a chunk: Triton
@@ -94,7 +81,6 @@ class Rows:
     planes: int
     num_warps: int
     arena: object
-    halves: object
     frames: object
     e: jax.Array
     bits: jax.Array
@@ -103,21 +89,17 @@ class Rows:
     interpret: bool
 
     def lut(self):
-        """Returns what ``look_up`` needs of the rows' LUTs.
+        """Returns the rows' LUTs as ``look_up`` wants them.
 
-        Pairs of 16-bit entries, int32[R, 4] each, split by ``split_bytes``, zeros past the LUT's end; of a LUT that is
-        too large for registers its place.
+        Pairs of 16-bit entries, int32[R, 4] each, split by ``split_bytes``; zeros past the LUT's end.
         """
         layout = self.layout
         starts = {
             b: layout.page_starts[b - 1] * layout.frame_words + layout.lut_offset_words(b - 1)
-            for b in range(layout.min_bits, layout.max_bits + 1)
+            for b in range(layout.min_bits, min(layout.max_bits, self.planes) + 1)
         }
-        frame_R4, word_R4 = _split(_choose(self.bits, starts) + (self.row_R4 << (self.bits - 1)), layout.frame_words)
+        frame_R4, word_R4 = split(choose(self.bits, starts) + (self.row_R4 << (self.bits - 1)), layout.frame_words)
         frame_R4 = self.frames[self.e, frame_R4]  # a row's LUT lies in one frame
-        if self.planes > REGISTER_BITS:
-            return frame_R4, 2 * word_R4
-
         def pair(i):
             exists = jnp.broadcast_to((2 * i) >> self.bits == 0, word_R4.shape)
             return self._as_dtype(load(self.arena.at[frame_R4, word_R4 + i], mask=exists, other=jnp.int32(0)))
@@ -143,7 +125,7 @@ class Rows:
           chunk: of the whole ones, may be an array; the last one, if narrow bands share it, is an int.
         """
         layout = self.layout
-        group_R4, row_R4 = _split(self.row_R4, layout.tile_rows)
+        group_R4, row_R4 = split(self.row_R4, layout.tile_rows)
         starts = [0]
         for width, tiles in layout.bands:
             starts.append(starts[-1] + layout.rows * width * tiles)
@@ -158,7 +140,7 @@ class Rows:
         place, first = None, 0
         for (width, tiles), start in zip(layout.bands, starts):
             if width >= WORDS:
-                tile, word = _split(chunk - first, width // WORDS)
+                tile, word = split(chunk - first, width // WORDS)
                 tile_words = layout.tile_rows * width
                 found = (start + tile * tile_words, tiles * tile_words, word * WORDS, width)
                 found = [jnp.int32(a) for a in found]
@@ -169,15 +151,15 @@ class Rows:
 
     def frames_of(self, chunk) -> list[list[jax.Array]]:
         """Returns the frames of a chunk's words, int32[R, 4] of each place of each plane."""
-        tiles = [_split(tile_R4, self.layout.frame_words)[0] for tile_R4, *_ in self.places(chunk)]
+        tiles = [split(tile_R4, self.layout.frame_words)[0] for tile_R4, *_ in self.places(chunk)]
         return [[self.frames[self.e, start + tile_R4] for tile_R4 in tiles] for start in self._plane_starts()]
 
     def _plane_starts(self) -> list[jax.Array]:
         layout, starts = self.layout, []
         for i in range(self.planes):
-            least, most = layout.min_bits - self.planes + i, layout.max_bits - self.planes + i
+            least, most = layout.min_bits - self.planes + i, min(layout.max_bits, self.planes) - self.planes + i
             pages = {p: layout.page_starts[p] for p in range(max(least, 0), max(most, 0) + 1)}
-            starts.append(_choose(self.bits - self.planes + i, pages))
+            starts.append(choose(self.bits - self.planes + i, pages))
         return starts
 
     def words(self, chunk, frames) -> list[jax.Array]:
@@ -186,7 +168,7 @@ class Rows:
         for i in range(self.planes):
             total = None
             for (tile_R4, word_R4, inside), frame_R4 in zip(self.places(chunk), frames[i]):
-                offset_R4 = _split(tile_R4, self.layout.frame_words)[1] + word_R4 + word_14
+                offset_R4 = split(tile_R4, self.layout.frame_words)[1] + word_R4 + word_14
                 mask = inside
                 if self.layout.min_bits < self.planes - i:  # a plane that may be missing
                     exists = self.bits >= self.planes - i
@@ -202,24 +184,11 @@ class Rows:
 
     def look_up(self, words: list[jax.Array], lut) -> jax.Array:
         """Returns the weights of a chunk, [R, 128], rows and columns in the order of ``grouped_order``."""
-        if self.planes > REGISTER_BITS:
-            return order_weights(_stack(self._load_entries(words, *lut)), self.num_warps)
         look_up = look_up_plainly if self.interpret else look_up_bytes
         pairs = look_up(words, lut)
         entry = jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float16
         halves = [lax.bitcast_convert_type(half.astype(jnp.int16), entry) for half in (pairs, pairs >> 16)]
-        return order_weights(_stack(halves), self.num_warps).astype(self.dtype)
-
-    def _load_entries(self, words, frame_R4, first_R4) -> list[jax.Array]:
-        entries = [None] * 32
-        for s in range(8):
-            codes = jnp.zeros_like(words[0])
-            for word in words:
-                codes = (codes << 1) | ((word >> s) & jnp.int32(0x01010101))
-            for j in range(s, 32, 8):
-                code = (codes >> (j - s)) & 0xFF
-                entries[8 * (j & 3) + (j >> 2)] = self.halves[frame_R4, first_R4 + code].astype(self.dtype)
-        return entries
+        return order_weights(stack(halves), self.num_warps).astype(self.dtype)
 
 
 def split_bytes(pairs: list[jax.Array], interpret: bool = False) -> list[tuple[jax.Array, jax.Array]]:
@@ -258,7 +227,7 @@ def look_up_bytes(words: list[jax.Array], lut: list, interpret: bool = False) ->
                     fours = [permute_bytes(low, high, selectors >> shift, interpret) for low, high in pairs]
                 low_and_high += fours
             found += [permute_bytes(*low_and_high, picks, interpret) for picks in (FIRST_PAIR, SECOND_PAIR)]
-    return _stack(found)
+    return stack(found)
 
 
 def look_up_plainly(words: list[jax.Array], lut: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.bitplane import BlockLayout, dequantize_pages
 from pallas_kernels.moe_ffn import api, grouped, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec, abstract_args
+from pallas_kernels.moe_ffn.grouped_dequantize import dequantize
 from pallas_kernels.moe_ffn.grouped_order import loaded_rows, make_tiles, order_columns, sort_pairs
 from pallas_kernels.moe_ffn.grouped_weights import look_up_bytes, look_up_plainly, split_bytes
 from pallas_kernels.moe_ffn.pages import WeightPages
@@ -22,7 +24,7 @@ E = 7
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 # C/32 of 5 and 3 words: whole chunks, and chunks that are partly empty; LUT rows span many of the small frames.
 TINY = MoESpec(name="tiny", hidden_size=160, expert_width=96, num_experts=E, top_k=2, frame_words=512, max_bits=4)
-SMALL = grouped.Config(tile=16, rows=32, num_warps=4, num_stages=1)
+SMALL = grouped.Config(tile=16, rows=32, num_stages=1, plain_rows=32, plain_warps=4, plain_stages=1)
 
 
 def relative_error(out, ref):
@@ -104,6 +106,41 @@ def test_bitwidths_at_random_equal_the_definition(min_bits, max_bits, frame_word
     wrong = dataclasses.replace(pages, gate_up_frames_EF=frames.at[0].set(frames[1]))  # negative control
     for out, ref in zip(found, define(arena, wrong, *tokens), strict=True):
         assert not relative_error(out, ref) < 1e-2
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_experts_dequantized_a_few_at_a_time_give_the_same(interpret, monkeypatch):
+    spec = dataclasses.replace(TINY, min_bits=4, max_bits=6)
+    arena, pages = random_pages(spec, np.stack([4 + np.arange(E) % 3, 6 - np.arange(E) % 3], axis=1))
+    tokens = random_tokens(spec, 37)
+    together = run(arena, pages, *tokens, interpret=interpret)
+    monkeypatch.setattr(grouped, "DEQUANTIZED_BYTES", 3 * 4 * 192 * 256)  # three experts' gate_up
+    apart = jax.jit(partial(grouped.moe_ffn, activation="silu", config=SMALL, interpret=interpret))
+    for a, b in zip(apart(arena, pages, *tokens), together, strict=True):
+        np.testing.assert_array_equal(a, b)
+    text = str(apart.trace(arena, pages, *tokens).jaxpr)
+    assert text.count("dequantize_gate_up") > 1
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_dequantized_weights_are_the_definitions(interpret):
+    spec = dataclasses.replace(TINY, min_bits=4, max_bits=8)
+    arena, pages = random_pages(spec, np.array([[5, 6], [6, 7], [7, 8], [8, 5], [4, 4], [8, 8], [6, 6]]))
+    count_E = jnp.asarray([1, 1, 1, 1, 1, 0, 1])
+    for kind, layout in enumerate(spec.layouts):
+        frames_EF = (pages.gate_up_frames_EF, pages.down_frames_EF)[kind]
+        rows_Q = grouped.down_rows(layout, 32)
+        found = dequantize(
+            arena, layout, frames_EF, pages.bits_EU, kind, count_E, range(1, E), rows_Q, jnp.float32, interpret
+        )  # fmt: skip
+        columns = order_columns(np.arange(layout.columns)[None], layout, fill=-1)[0]
+        for e in (1, 2, 3, 6):
+            starts = layout.page_starts[: pages.bits_EU[e, kind] + 1]
+            page_list = [arena[frames_EF[e, a:b]] for a, b in itertools.pairwise(starts)]
+            expected = dequantize_pages(page_list, dataclasses.replace(layout, interleaved=False))
+            w_QC = np.asarray(found[e - 1])[: layout.rows]
+            np.testing.assert_array_equal(w_QC[:, columns >= 0], np.asarray(expected)[:, columns[columns >= 0]])
+            assert (w_QC[:, columns >= 0] != np.asarray(expected)).any()  # negative control: the order of columns
 
 
 @pytest.mark.gpu
@@ -217,6 +254,9 @@ def test_prefill_of_real_sizes_lowers_to_triton(name):
     text = lowered.as_text()
     assert text.count('name = "grouped_gate_up"') == 1
     assert text.count('name = "grouped_down"') == 1
+    groups = text.count('name = "dequantize_gate_up"')
+    assert groups == text.count('name = "plain_gate_up"')
+    assert groups == {"qwen1.5-moe": 2, "mixtral-8x7b": 8, "gemma-4-26b": 4}[name]
     y, h_square = lowered.out_info
     assert y.shape == (2048, spec.top_k, spec.hidden_size)
     assert h_square.shape == (2048, spec.top_k)
