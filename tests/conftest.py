@@ -53,6 +53,15 @@ def tiny_weights():
     return init_weights(make_tiny_config(), jax.random.key(0))
 
 
+@pytest.fixture(scope="module")
+def compile_in_a_hurry():
+    """Leaves most of XLA's optimizations out for a file of tests on a CPU; never on a GPU."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def save_hf():
     """The function ``save_hf(folder, dtype="float32", max_shard_size="1GB", **fields) -> torch model``.

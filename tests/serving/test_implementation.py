@@ -78,7 +78,7 @@ def test_names_are_checked_before_anything_is_allocated(tiny):
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
+def interpreted(monkeypatch, compile_in_a_hurry):
     """Lets ``triton`` run anywhere, slowly; returns the names of the kernels' functions that were called."""
     called = set()
 
@@ -93,7 +93,9 @@ def interpreted(monkeypatch):
 
 
 def jitted(step, implementation):
-    """A program of its own: the jitted steps would keep one that was traced with interpreted kernels."""
+    """The step itself for ``xla``, else a program of its own: the step would keep one with interpreted kernels."""
+    if implementation == "xla":
+        return partial(step, implementation=implementation)
     body = partial(step.__wrapped__, implementation=implementation)
     return jax.jit(body, static_argnames=("num_steps",) if step is steps.decode_loop else ())
 
