@@ -52,7 +52,8 @@ def test_convert_says_what_it_did(run_cli, hf_folder, tmp_path):
     assert text == f"calibration text: {hf_folder / 'text' / 'calibration.txt'}"
     assert peak.startswith("peak host memory ")
     assert "128 KiB of hidden states in memory" in peak  # 8 x 64 tokens of 64 float32
-    assert re.fullmatch(r"seconds: read [\d.]+, calibrate [\d.]+, quantize [\d.]+, pack [\d.]+, write [\d.]+", seconds)
+    stages = r"read [\d.]+, calibrate [\d.]+, quantize [\d.]+, pack [\d.]+, write [\d.]+"
+    assert re.fullmatch(rf"seconds: {stages} \(reading and writing go on beside the rest\)", seconds)
 
 
 def test_a_dry_run_reads_no_weight_and_writes_nothing(run_cli, hf_folder, converted, tmp_path, monkeypatch):

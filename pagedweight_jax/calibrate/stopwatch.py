@@ -13,6 +13,8 @@ STAGES = ("read", "calibrate", "quantize", "pack", "write")
 class Stopwatch:
     """Wall seconds by stage; programs are compiled inside the stage that runs them first.
 
+    Stages of several threads pass at once, each stage in one thread.
+
     Attributes:
       seconds: by stage, in the order of a layer's life.
     """

@@ -16,6 +16,7 @@ from pagedweight_jax.calibrate.fisher import gradient_dtype, layer_gradient, lay
 from pagedweight_jax.calibrate.hessian import first_alike
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.layer import BATCH_SEQUENCES
+from pagedweight_jax.calibrate.memory import experts_on_device, give_back
 from pagedweight_jax.calibrate.prepare import Job
 from pagedweight_jax.calibrate.stopwatch import Stopwatch
 from pagedweight_jax.checkpoint import hf
@@ -91,10 +92,11 @@ def _step(layer: int) -> str:
 
 
 def _read_layer(job: Job, layer: int, watch: Stopwatch):
+    give_back()
     with watch("read"):
         w = hf.read_layer(job.source, layer)
     with watch("calibrate"):
-        return jax.tree.map(jnp.asarray, w)
+        return jax.tree.map(jnp.asarray, experts_on_device(w))
 
 
 def _top(job: Job, hidden: HiddenStates, gradients: HiddenStates, watch: Stopwatch) -> None:

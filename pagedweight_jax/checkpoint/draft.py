@@ -47,6 +47,9 @@ from pagedweight_jax.errors import UserError
 
 INFOS = "array_infos"
 
+ARRAY_BYTES = 32 << 10
+"""What an array takes on the disk beside its values, at most: its folders, its description, its last block's rest."""
+
 
 def nearest_folder(out: Path) -> Path:
     """Returns the nearest folder above ``out`` that exists."""
@@ -149,7 +152,8 @@ class Draft:
         unfinished = self.scratch / ARRAYS
         for path in (unfinished, *self.scratch.glob(f"{ARRAYS}.*"), place):  # of a step that was cut short
             shutil.rmtree(path, ignore_errors=True)
-        if sum(array.nbytes for array in arrays.values()) > shutil.disk_usage(self.scratch).free:
+        needed_bytes = sum(array.nbytes + ARRAY_BYTES for array in arrays.values())
+        if needed_bytes > shutil.disk_usage(self.scratch).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # sooner and more quietly than TensorStore would
         with quiet_orbax(), plain_files():
             ocp.save(unfinished, arrays)

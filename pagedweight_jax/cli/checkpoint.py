@@ -100,7 +100,8 @@ def convert(args: argparse.Namespace) -> int:
         )
         if expected["device_peak_bytes"]:
             report(f"peak device memory {format_size(expected['device_peak_bytes'])}")
-        report("seconds: " + ", ".join(f"{stage} {spent:.1f}" for stage, spent in watch.seconds.items()))
+        stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in watch.seconds.items())
+        report(f"seconds: {stages} (reading and writing go on beside the rest)")
     return print_checkpoint(checkpoint, args.json, {"conversion": expected})
 
 
