@@ -182,7 +182,7 @@ class World:
             request = self.scheduler.running.get(row)
             assert held <= (self.blocks.blocks_for(request.max_context_tokens) if request else 0)
             in_use_GLF = self.blocks.table_BGLF[row] < self.allocator.num_frames
-            assert (in_use_GLF.T == (np.arange(len(in_use_GLF)) < held)).all()
+            assert ((np.arange(len(in_use_GLF)) < held) == in_use_GLF.T).all()
         frames = self.blocks.frames()
         assert len(np.unique(frames)) == len(frames) == self.allocator.count(KV)
         assert self.allocator.count(WEIGHT) == len(self.stolen)
