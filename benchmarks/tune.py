@@ -3,9 +3,10 @@
 
     python benchmarks/tune.py [--only REGEX] [--seconds 300] [--table pallas_kernels/tuning_table.py]
 
-For each model's gate_up and down every candidate is timed in the whole layer, the other block by heuristic, at 4 and 3
-bits, for one token and for a batch; the least product of times wins if it is 2 % below the heuristic's. A block has one
-entry for all numbers of tokens, since the order of sums follows from it. Entries of other devices are kept.
+For each model's gate_up and down a few sizes around the heuristic's are timed in the whole layer, the other block by
+heuristic, at 4 bits, for one token and for a batch, as soon as they are compiled; the least product of both times wins
+if it is 2 % below the heuristic's. A block has one entry for all numbers of tokens, since the order of sums follows
+from it. Entries of other devices are kept, and so are those of models that time did not suffice for.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import pprint
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
@@ -32,60 +33,58 @@ from pallas_kernels.moe_ffn.slices import num_chunks
 from pallas_kernels.tuning import TABLE, device_kind, key
 
 ROOT = Path(__file__).parents[1]
-BITS = 4, 3
+BITS = 4
 GAIN = 0.98
 """What a candidate must take of the heuristic's time: less is noise."""
 
 
 def candidates(layout: BlockLayout) -> list[dict[str, int]]:
-    """Returns sizes whose programs have few idle warps and, by what they hold, few spills; not the heuristic's."""
-    count, heuristic = num_chunks(layout), vars(configure(layout))
-    found = [
-        {"num_warps": num_warps, "chunks": chunks, "registers": registers}
-        for num_warps, chunks in ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
-        for registers in (112, 128, 168, 255)
-        if num_warps * chunks <= count + 1 and 48 <= registers - 32 * chunks <= 128
+    """Returns sizes with twice and half the warps or a chunk more or less, with at most one chunk idle."""
+    count, heuristic = num_chunks(layout), configure(layout)
+    warps, chunks = heuristic.num_warps, heuristic.chunks
+    around = [(2 * warps, -(-chunks // 2)), (warps, chunks - 1), (warps, chunks + 1), (warps // 2, chunks)]
+    return [
+        {"num_warps": w, "chunks": g}
+        for w, g in around
+        if w and 0 < g <= count and w * g <= count + 1 and (w, g) != (warps, chunks)
     ]
-    return [sizes for sizes in found if sizes != heuristic]
-
-
-def plan(spec: MoESpec) -> list[tuple[str, dict[str, int]]]:
-    """Returns (key, sizes) of everything to time besides the heuristic."""
-    keys = [key(KERNEL, (layout.rows, layout.columns)) for layout in spec.layouts]
-    return [(name, sizes) for name, layout in zip(keys, spec.layouts, strict=True) for sizes in candidates(layout)]
 
 
 def tune(spec: MoESpec, entries: dict[str, dict[str, int]], until: float) -> None:
     """Adds to ``entries`` the sizes of the model's blocks that are faster than the heuristic's."""
-    for layout in spec.layouts:
-        entries.pop(key(KERNEL, (layout.rows, layout.columns)), None)
+    keys = [key(KERNEL, (layout.rows, layout.columns)) for layout in spec.layouts]
+    before = {name: entries.pop(name, None) for name in keys}
     memory = random_arena(spec)
-    inputs = [make_inputs(case, *memory) for case in CASES if case.spec == spec and case.tokens <= 16]
-    todo, running = [None, *plan(spec)], {}
-    with ThreadPoolExecutor(12) as pool:  # the table is read while a layer is traced, here; compiling is free of it
-        for tried in todo:
-            if tried:
-                entries[tried[0]] = tried[1]
-            running[todo.index(tried)] = [pool.submit(lower_layer(each).compile) for each in inputs]
-            if tried:
-                del entries[tried[0]]
-    times = {}
-    for index, compiled in running.items():
-        if time.perf_counter() > until:
-            print("out of time at", todo[index])
-            break
-        product = 1.0
-        for each, run in zip(inputs, compiled, strict=True):
-            for bits in BITS:
-                args = each.args(np.full(spec.num_experts, bits))
-                product *= seconds_of(run.result(), args) / each.calls * 1e6
-        times[index] = product ** (1 / len(BITS) / len(inputs))
-        print(f"{spec.name:14} {todo[index] or 'heuristic'}: {times[index]:.1f} us", flush=True)
-    for name in {tried[0] for tried in todo if tried}:
-        timed = [(us, todo[index][1]) for index, us in times.items() if todo[index] and todo[index][0] == name]
-        us, sizes = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
-        if us < GAIN * times.get(0, 0.0):
+    inputs = [make_inputs(case, *memory) for case in CASES if case.spec == spec and case.tokens in (1, 8, 16)]
+    todo = [(name, sizes) for name, block in zip(keys, spec.layouts, strict=True) for sizes in candidates(block)]
+
+    def time_of(name, sizes) -> float:
+        """The geometric mean of microseconds a call; the table is read while a layer is traced."""
+        if sizes:
             entries[name] = sizes
+        lowered = [lower_layer(each) for each in inputs]
+        entries.pop(name, None)
+        with ThreadPoolExecutor(len(lowered)) as pool:
+            runs = [pool.submit(each.compile) for each in lowered]
+            wait(runs)  # nothing may compile beside a timing
+        args = [each.args(np.full(spec.num_experts, BITS)) for each in inputs]
+        seconds = [seconds_of(run.result(), each_args) for run, each_args in zip(runs, args, strict=True)]
+        times = [s / each.calls * 1e6 for s, each in zip(seconds, inputs, strict=True)]
+        shown = ", ".join(f"{each.case.tokens} tokens {us:.1f} us" for each, us in zip(inputs, times, strict=True))
+        print(f"{spec.name:14} {f'{name} {sizes}' if sizes else 'heuristic'}: {shown}", flush=True)
+        return math.prod(times) ** (1 / len(times))
+
+    least = time_of("", None) * GAIN
+    best = {}
+    for name, sizes in todo:
+        if time.perf_counter() > until:
+            print(f"out of time at {name} {sizes}", flush=True)
+            entries |= {name: sizes for name, sizes in before.items() if sizes}
+            return
+        us = time_of(name, sizes)
+        if us < best.get(name, (least, None))[0]:
+            best[name] = us, sizes
+    entries |= {name: sizes for name, (_, sizes) in best.items()}
 
 
 def main() -> int:
@@ -100,12 +99,12 @@ def main() -> int:
     until = time.perf_counter() + options.seconds
     entries = TABLE.setdefault(device_kind(), {})
     for spec in SPECS.values():
-        if re.search(options.only, spec.name):
+        if re.search(options.only, spec.name) and time.perf_counter() < until:
             tune(spec, entries, until)
-    head = Path(tuning_table.__file__).read_text().split("TABLE")[0]
-    shown = pprint.pformat(TABLE, width=110)
-    options.table.write_text(f"{head}TABLE: dict[str, dict[str, dict[str, int]]] = {shown}\n")
-    print(f"wrote {options.table}")
+            head = Path(tuning_table.__file__).read_text().split("TABLE")[0]
+            shown = pprint.pformat(TABLE, width=110)
+            options.table.write_text(f"{head}TABLE: dict[str, dict[str, dict[str, int]]] = {shown}\n")
+            print(f"wrote {options.table}", flush=True)
     return 0
 
 

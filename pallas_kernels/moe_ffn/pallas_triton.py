@@ -26,7 +26,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load
-from pallas_kernels._triton_inside import limit_registers
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn.binary_dot import ROWS, WORDS
 from pallas_kernels.moe_ffn.code_sums import Block, dot_chunks, finish_rows, load_chunks
@@ -44,6 +43,10 @@ SUMMED_BITS = 5
 PAIRS_AT_ONCE = 2
 """That share the look-up of a weight, where tokens share experts."""
 
+APART_TOKENS = 16
+"""Up to so many, sums of every pair are a program's: shorter programs end together, and planes come from L2 the second
+time. Of more tokens, and of looked up weights, the pairs of one expert share a program."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -52,12 +55,10 @@ class Config:
     Attributes:
       num_warps: W of a program, a power of two.
       chunks: G, of each plane that a warp holds at a time.
-      registers: of a thread, at most; what decides how many programs run side by side.
     """
 
     num_warps: int
     chunks: int
-    registers: int = 255
 
     def slice_words(self, layout: BlockLayout) -> int:
         """Returns how many words of a slice the programs read."""
@@ -76,7 +77,7 @@ def linear_block(
     out: jax.ShapeDtypeStruct,
     finish: Callable[[jax.Array], jax.Array] = lambda y_R: y_R,
     *,
-    grouped: bool,
+    num_tokens: int,
     config: Config,
     interpret: bool = False,
 ) -> jax.Array:
@@ -92,8 +93,7 @@ def linear_block(
       slices: of the inputs.
       out: shape and dtype of the result.
       finish: from a program's 16 stored rows to what it stores, 16 or 8 numbers.
-      grouped: the pairs of one expert share a program, which reads their planes once from device memory. Without it
-        every pair has its own; right if no expert occurs twice.
+      num_tokens: T that the pairs belong to.
       config: size of a program.
       interpret: runs on any backend, slowly.
     """
@@ -101,13 +101,12 @@ def linear_block(
     pairs_per_row = num_pairs // slices.unit_X.shape[0]
     num_experts = frames_EF.shape[0]
     num_warps, steps = config.num_warps, -(-num_chunks(layout) // config.num_warps)
-    by_expert = grouped and num_experts < num_pairs  # a program per expert, else per pair: its expert's first one
+    together = num_tokens > APART_TOKENS
+    by_expert = together and num_experts < num_pairs  # a program per expert, else per pair: its expert's first one
     slots, num_blocks = num_experts if by_expert else num_pairs, layout.rows // ROWS
 
     def kernel(arena, frames, bits_ref, ids, x, words, unit, out_ref):
         program, slot = pl.program_id(0), pl.program_id(1)
-        if not interpret:
-            program = limit_registers(program, config.registers)
         e = slot if by_expert else ids[slot]
         pair_Z = jnp.arange(pl.next_power_of_2(num_pairs), dtype=jnp.int32)
 
@@ -156,13 +155,13 @@ def linear_block(
             lax.fori_loop(0, blocks, store_rows, None)
 
         def run(bits, first):
-            """The pairs of the program's expert, from the first on."""
+            """The program's pairs: its own, or those of its expert from the first on."""
             most = min(layout.max_bits, SUMMED_BITS)
             block = partial(Block, layout, num_warps, arena, frames, e, bits, program * ROWS)
 
-            def each(at_once, products):
-                if not grouped:
-                    products([first])
+            def each(at_once, shared, products):
+                if not shared:
+                    products([slot])
                     return
 
                 def body(pair):
@@ -172,7 +171,8 @@ def linear_block(
                     products(pairs[:-1])
                     return pairs[-1]
 
-                lax.while_loop(lambda pair: pair < num_pairs, body, first)
+                start = first if together else jnp.where(next_pair(-1) == slot, slot, num_pairs)
+                lax.while_loop(lambda pair: pair < num_pairs, body, start)
 
             if layout.min_bits <= SUMMED_BITS:
 
@@ -181,13 +181,14 @@ def linear_block(
                     summed = block(most)
                     lut_place = summed.lut_place(summed.row_V1)
                     chunks = load_chunks(summed, 0, steps) if steps <= config.chunks else None
-                    each(1, partial(by_code_sums, summed, lut_place, chunks))
+                    each(1, together, partial(by_code_sums, summed, lut_place, chunks))
 
             least = max(layout.min_bits, SUMMED_BITS + 1)
             for field_bits in FIELD_BITS:
                 if least <= min(layout.max_bits, field_bits):
                     products = partial(by_look_up, block(layout.max_bits), field_bits)
-                    pl.when((bits >= least) & (bits <= field_bits))(partial(each, PAIRS_AT_ONCE, products))
+                    share = partial(each, PAIRS_AT_ONCE, num_tokens > 1, products)
+                    pl.when((bits >= least) & (bits <= field_bits))(share)
                     least = field_bits + 1
 
         for start in range(0, num_pairs, slots):
@@ -195,7 +196,7 @@ def linear_block(
             selects_nothing = ids[jnp.minimum(pair, num_pairs - 1)] >= num_experts
             pl.when(selects_nothing)(partial(store, pair, program, jnp.zeros(out.shape[1] // num_blocks)))
 
-        if not grouped:
+        if not together:
             pl.when(e < num_experts)(lambda: run(bits_ref[e, kind], slot))
             return
         bits = bits_ref[jnp.minimum(e, num_experts - 1), kind]  # before the pairs are known: fewer waits in a row
@@ -240,7 +241,7 @@ def moe_ffn(
 
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
-    ids_P, act, grouped = ids_TK.reshape(-1), ACTIVATIONS[activation], ids_TK.shape[0] > 1
+    ids_P, act = ids_TK.reshape(-1), ACTIVATIONS[activation]
 
     def gated(y_R):
         gate_R, up_R = (half.reshape(-1) for half in jnp.split(y_R.reshape(-1, 2), 2, axis=1))
@@ -252,7 +253,7 @@ def moe_ffn(
     def product(layout, frames_EF, kind, x_XC, slices, out, *finish):
         return linear_block(
             arena_AW, layout, frames_EF, pages.bits_EU, kind, ids_P, x_XC, slices, out, *finish,
-            grouped=grouped, config=configure(layout), interpret=interpret,
+            num_tokens=ids_TK.shape[0], config=configure(layout), interpret=interpret,
         )  # fmt: skip
 
     m = sliced(m_TD, pages.gate_up)

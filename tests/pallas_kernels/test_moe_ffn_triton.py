@@ -98,7 +98,7 @@ def test_a_row_depends_on_no_other_row(interpret):
 
 
 @pytest.mark.parametrize("interpret", MODES)
-@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("num_tokens", [1, 9, 17])
 def test_all_tokens_on_one_expert_and_none_at_all(num_tokens, interpret):
     arena, pages = random_pages(TINY, mixed_bits(3))
     m_TD, ids_TK = random_tokens(TINY, num_tokens)
