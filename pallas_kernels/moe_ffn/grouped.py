@@ -97,9 +97,10 @@ def grouped_product(
         return y
     rows_Q = rows_of(config.plain_rows)
     expert_bytes = rows_Q.size * num_chunks(layout) * CHUNK * x_XC.dtype.itemsize
-    group = max(1, num_experts // pl.cdiv(num_experts * expert_bytes, DEQUANTIZED_BYTES))
-    for first in range(0, num_experts, group):
-        experts = range(first, min(first + group, num_experts))
+    groups = pl.cdiv(num_experts, max(1, DEQUANTIZED_BYTES // expert_bytes))
+    count = pl.cdiv(num_experts, groups)
+    for first in range(0, num_experts, count):
+        experts = range(first, min(first + count, num_experts))
         count_E, y = lax.optimization_barrier((tiles.count_E, y))  # one group's weights after the other's
         w_GQC = dequantize(
             arena_AW, layout, frames_EF, bits_EU, kind, count_E, experts, rows_Q, x_XC.dtype, interpret

@@ -83,7 +83,7 @@ def dequantize(
     wide = range(max(layout.min_bits, LOOKED_UP_BITS + 1), layout.max_bits + 1)
     lut_places = {b: layout.page_starts[b - 1] * layout.frame_words + layout.lut_offset_words(b - 1) for b in wide}
     page_starts = {page: layout.page_starts[page] for page in range(layout.max_bits)}
-    unit_words = min(MAX_UNIT_WORDS, pl.next_power_of_2(num_words))
+    unit_words = min(MAX_UNIT_WORDS, pl.next_power_of_2(max(num_words, WORDS)))
     block_rows = min(ROWS, BLOCK_WORDS // unit_words)
     num_units = pl.cdiv(columns, 32 * unit_words)
 
