@@ -12,6 +12,8 @@ from pallas_kernels.selftest import KERNELS, list_cases
 
 FRAMES = list_cases(interpret=True, kernel="frames")
 
+pytestmark = pytest.mark.usefixtures("compile_in_a_hurry")
+
 
 @pytest.fixture
 def use_cases(monkeypatch):
