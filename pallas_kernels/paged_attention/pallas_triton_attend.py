@@ -26,6 +26,9 @@ MIN_ROWS = 16
 COMBINE_SPLITS = 16
 """Splits that the combining kernel reads at once."""
 
+COMBINE_COLUMNS = 128
+"""Columns of a head that one of its programs, of one warp, adds."""
+
 FAR = 2**30
 """A position that no context reaches."""
 
@@ -220,24 +223,25 @@ def combine(
       out_BTPHM, peak_BTPH, total_BTPH: of ``attend``.
     """
     num_rows, num_tokens, num_splits, num_heads, head_dim = out_BTPHM.shape
-    chunk = min(COMBINE_SPLITS, pl.next_power_of_2(num_splits))
+    chunk, columns = min(COMBINE_SPLITS, pl.next_power_of_2(num_splits)), min(COMBINE_COLUMNS, head_dim)
 
     def kernel(out, peak, total, positions, result):
-        h, t, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        h, block = _divmod(pl.program_id(0), head_dim // columns)
+        t, b = pl.program_id(1), pl.program_id(2)
         position = positions[b, t]
         first_split = jnp.maximum(position - window + 1, 0) // split_tokens if window else jnp.int32(0)
         end_split = jnp.where(position < 0, 0, position // split_tokens + 1)
-        column_1M = jnp.arange(head_dim, dtype=jnp.int32)[None]
+        column_M = block * columns + jnp.arange(columns, dtype=jnp.int32)
 
         def add_chunk(i, carry):
             top, sum_, sum_M = carry
             slot_P = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
             exists_P = slot_P < num_splits
-            exists_PM = jnp.broadcast_to(exists_P[:, None], (chunk, head_dim))
+            exists_PM = jnp.broadcast_to(exists_P[:, None], (chunk, columns))
             # All entries are read, also those that were not written: so no load waits for the position.
             peak_P = load(peak.at[b, t, slot_P, h], mask=exists_P, other=0.0)
             total_P = load(total.at[b, t, slot_P, h], mask=exists_P, other=0.0)
-            out_PM = load(out.at[b, t, slot_P[:, None], h, column_1M], mask=exists_PM, other=0.0)
+            out_PM = load(out.at[b, t, slot_P[:, None], h, column_M[None]], mask=exists_PM, other=0.0)
             split_P = first_split + (slot_P + num_splits - first_split % num_splits) % num_splits
             seen_P = exists_P & (split_P < end_split)
             peak_P = jnp.where(seen_P, peak_P, -jnp.inf)
@@ -248,21 +252,21 @@ def combine(
             added_M = jnp.sum(weight_P[:, None] * jnp.where(seen_P[:, None], out_PM, 0.0), axis=0)
             return new_top, sum_ * keep + jnp.sum(weight_P), sum_M * keep + added_M
 
-        carry = (jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros(head_dim, jnp.float32))
+        carry = (jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros(columns, jnp.float32))
         if num_splits <= chunk:
             _, sum_, sum_M = add_chunk(0, carry)
         else:
             used_slots = num_splits if window else end_split
             _, sum_, sum_M = lax.fori_loop(0, pl.cdiv(used_slots, chunk), add_chunk, carry)
-        result[b, t, h, :] = (sum_M / jnp.where(sum_ == 0.0, 1.0, sum_)).astype(result.dtype)
+        result[b, t, h, column_M] = (sum_M / jnp.where(sum_ == 0.0, 1.0, sum_)).astype(result.dtype)
 
     return pl.pallas_call(
         kernel,
-        grid=(num_heads, num_tokens, num_rows),
+        grid=(num_heads * head_dim // columns, num_tokens, num_rows),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_tokens, num_heads, head_dim), dtype),
-        compiler_params=CompilerParams(num_warps=max(1, head_dim // 128), num_stages=1),
+        compiler_params=CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="combine",
     )(out_BTPHM, peak_BTPH, total_BTPH, positions_BT)

@@ -129,6 +129,18 @@ def test_programs_that_visit_several_splits_change_nothing(interpret):
 
 
 @pytest.mark.parametrize("interpret", MODES)
+def test_heads_wider_than_a_combining_program(interpret):
+    layout = KVLayout(num_kv_heads=1, head_dim=256, dtype="float32", frame_words=4096)
+    arena, table = random_cache(layout, [70, 31, -1])
+    q, positions = queries(layout, 3, 1, 2), jnp.asarray([[70], [31], [-1]])
+    split = Config(rows=16, tile_tokens=16, split_tokens=32)
+    out = run(arena, q, positions, table, layout, 0, 0.0, split, interpret)
+    assert worst_row(out, define(arena, q, positions, table, layout)) < TOLERANCE["float32"]
+    swapped = jnp.concatenate([out[..., 128:], out[..., :128]], axis=-1)  # negative control: halves of heads
+    assert not worst_row(swapped, define(arena, q, positions, table, layout)) < 0.1
+
+
+@pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize(("dtype", "heads", "frame_words"), [("float32", 6, 128), ("bfloat16", 2, 512)])
 def test_written_keys_lie_where_the_definition_puts_them(dtype, heads, frame_words, interpret):
     layout = KVLayout(num_kv_heads=heads, head_dim=M, dtype=dtype, frame_words=frame_words)
