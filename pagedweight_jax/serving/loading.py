@@ -32,6 +32,7 @@ from pagedweight_jax.serving.staging import Staging, plan_staging
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
 from pagedweight_jax.serving.trace import sums_bytes
 from pagedweight_jax.units import format_size
+from pallas_kernels.moe_ffn.api import DECODE_TOKENS, DEQUANTIZED_BYTES
 from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
 SPARE_SHARE = 0.05
@@ -271,6 +272,10 @@ def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Se
     """An upper guess of the programs' temporaries: a chunk's attention, experts, logits or sums, or a decode call's."""
     rows, chunk_tokens = config.max_num_seqs, config.prefill_chunk_tokens
     block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
+    weight_values = 2 * block_values
+    if config.implementation == "triton" and chunk_tokens > DECODE_TOKENS:
+        experts_bytes = 2 * block_values * model.num_experts  # of large ones, one at a time
+        weight_values = min(experts_bytes, max(DEQUANTIZED_BYTES, 2 * block_values)) // 4
     split_values = SPLIT_TOKENS * model.num_kv_heads * model.head_dim
     # Per token: scores of a split, queries and outputs, four residual widths; or gate, up and their product.
     attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + 4 * model.hidden_size
@@ -278,7 +283,7 @@ def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Se
     trace_values = model.num_sparse_layers * model.num_experts_per_tok * model.num_experts
     return 4 * max(
         chunk_tokens * attention_values + 2 * split_values,
-        chunk_tokens * expert_values + 2 * block_values,
+        chunk_tokens * expert_values + weight_values,
         chunk_tokens * (model.vocab_size + 4 * model.hidden_size),
         rows * (attention_values + 4 * split_values + model.vocab_size),
         6 * max(chunk_tokens, rows * config.steps_per_call) * trace_values,

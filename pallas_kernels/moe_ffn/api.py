@@ -10,6 +10,9 @@ from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 DECODE_TOKENS = 64
 """More tokens than these are a prefill chunk: products grouped over experts, with other sums than a decode step's."""
 
+DEQUANTIZED_BYTES = 384 << 20
+"""Bytes that dequantized weights may take in a prefill chunk, or one expert's, if those are more."""
+
 
 def moe_ffn(
     arena_AW: jax.Array,

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn.api import DEQUANTIZED_BYTES
 from pallas_kernels.moe_ffn.grouped_dequantize import dequantize
 from pallas_kernels.moe_ffn.grouped_order import CHUNK, Tiles, make_tiles, num_chunks, order_columns
 from pallas_kernels.moe_ffn.grouped_products import looked_up_product, plain_product
@@ -31,9 +32,6 @@ from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
 FEW_PAIRS = 48
 """Pairs an expert has on average up to which small tiles are better."""
-
-DEQUANTIZED_BYTES = 384 << 20
-"""Bytes that dequantized weights may take, or one expert's, if those are more."""
 
 
 def gate_up_rows(down: BlockLayout, num_rows: int) -> jax.Array:
