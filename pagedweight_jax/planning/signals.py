@@ -88,7 +88,7 @@ def observe(signals: RequestSignals, sums: RequestSignals, tokens: int, half_lif
 
 
 def features(signals: RequestSignals) -> np.ndarray:
-    """Returns φ, float64 [L, E, U, X]: of each block's inputs the mean, the RMS and the largest of their relative sizes.
+    """Returns φ, float64 [L, E, U, X]: the mean, the RMS and the largest relative size of each block's inputs.
 
     NaN where the request routed nothing to the block: it has no feature.
     """
