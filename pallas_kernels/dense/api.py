@@ -71,7 +71,7 @@ def add_norm(
 
         x'_t = x_t + (sum_k weights_tk y_tk + factor_t sum_s parts_st)
 
-    The bracket is summed in float32, in this order, and rounded to x's dtype before it is added.
+    The bracket is summed in float32 and rounded to x's dtype before it is added. "triton" is "xla" beyond 64 rows.
 
     Args:
       x_TD: the residual stream.

@@ -52,7 +52,7 @@ def add_norm(
     addends = []
     if routed is not None:
         y_TKD, weights_TK = routed
-        addends.append(_sum([weights_TK[:, k, None] * y_TKD[:, k] for k in range(y_TKD.shape[1])]))
+        addends.append(jnp.sum(weights_TK[..., None] * y_TKD, axis=1))
     if parts_STD is not None:
         product_TD = _sum(list(parts_STD))
         addends.append(product_TD if factor_T1 is None else factor_T1 * product_TD)
