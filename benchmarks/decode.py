@@ -114,14 +114,9 @@ def print_kernels(kernels, busy, elapsed, num_steps: int, num_layers: int) -> No
         print(f"    {us / num_steps:8.1f} us a step {count / num_steps:7.1f} x {us / count:7.2f} us  {name[:90]}")
 
 
-@partial(
-    jax.jit,
-    static_argnames=("num_steps", "implementation"),
-    donate_argnames="state",
-    compiler_options=steps.COMPILER_OPTIONS,
-)
+@partial(jax.jit, static_argnames=("num_steps", "implementation"), donate_argnames="state")
 def decode_without_sums(weights, state, num_steps, *, implementation):
-    return steps.decode_loop.__wrapped__(weights, state, num_steps, implementation=implementation)[:2]
+    return steps.decode_loop(weights, state, num_steps, implementation=implementation)[:2]
 
 
 def step_arguments(step, arguments) -> tuple:
@@ -270,7 +265,7 @@ def main() -> None:
         start = time.perf_counter()
         lowered = step.lower(weights, state, *step_arguments(step, arguments), **which)
         middle = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(None if step is steps.prefill_step else steps.COMPILER_OPTIONS)
         say(f"{name}: lowered in {middle - start:.1f} s, compiled in {time.perf_counter() - middle:.1f} s")
         return compiled
 

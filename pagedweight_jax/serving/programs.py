@@ -93,7 +93,8 @@ def compile_programs(
     lowered |= {place: partial(land, *place) for place in pages}
     progress("compile", 0, len(lowered))
     with ThreadPoolExecutor() as pool:  # compiling needs no interpreter, lowering does
-        compiling = {name: pool.submit(lower().compile) for name, lower in lowered.items()}
+        options = {"decode": steps.COMPILER_OPTIONS}
+        compiling = {name: pool.submit(lower().compile, options.get(name)) for name, lower in lowered.items()}
         compiled = {}
         for name, program in compiling.items():
             compiled[name] = program.result()

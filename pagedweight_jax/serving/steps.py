@@ -2,8 +2,8 @@
 """Every jitted function of the server. Pure: weights and state in, state and results out; the state is donated.
 
 The steps that run the model also return the ``RoutingSums`` of the tokens that they read, which are nobody's input.
-The bodies are plain functions of pytrees, the public names are jitted. Inside a ``jit`` of one's own call the bodies,
-``decode_loop.__wrapped__``: decode steps are compiled with ``COMPILER_OPTIONS``, which JAX takes outermost only.
+They may be called inside a ``jit`` of one's own. Who compiles decode steps ahead of time, as the engine does, gives
+``COMPILER_OPTIONS``, which JAX takes where a program is compiled and nowhere within one.
 ``implementation`` is static: ``xla``, the definition, or ``triton``, kernels for NVIDIA GPUs; None takes ``triton``
 where JAX's default backend is a GPU.
 """
@@ -25,7 +25,7 @@ from pagedweight_jax.serving.trace import ExpertTrace, RoutingSums, routing_sums
 from pallas_kernels.frames.api import scatter_frames
 
 COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""Of decode steps: on a GPU, kernels that read nothing of each other's run side by side."""
+"""For ``decode_loop.lower(..).compile(COMPILER_OPTIONS)``: kernels that do not read each other's run side by side."""
 
 
 def _decode_step(
@@ -50,7 +50,7 @@ def _decode_step(
     return state, (token_B, trace)
 
 
-@partial(jax.jit, static_argnames="implementation", donate_argnames="state", compiler_options=COMPILER_OPTIONS)
+@partial(jax.jit, static_argnames="implementation", donate_argnames="state")
 def decode_step(
     weights: Weights, state: DecodeState, *, implementation: str | None = None
 ) -> tuple[DecodeState, jax.Array, RoutingSums]:
@@ -65,12 +65,7 @@ def decode_step(
     return state, token_B, row_sums(ExpertTrace.of_packed(trace[None]), weights.config.num_experts)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("num_steps", "implementation"),
-    donate_argnames="state",
-    compiler_options=COMPILER_OPTIONS,
-)
+@partial(jax.jit, static_argnames=("num_steps", "implementation"), donate_argnames="state")
 def decode_loop(
     weights: Weights, state: DecodeState, num_steps: int, *, implementation: str | None = None
 ) -> tuple[DecodeState, jax.Array, RoutingSums]:

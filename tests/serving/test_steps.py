@@ -113,6 +113,15 @@ def test_dense_experts_in_the_weights_are_used_instead_of_pages(tiny, stepping):
     assert [first, *np.asarray(tokens)[:, 0].tolist()] == dense_greedy(weights, prompt, 5)
 
 
+def test_a_loop_within_a_jit_of_ones_own_gives_the_same_tokens(tiny, stepping):
+    def start():
+        return stepping.prefill(tiny.dense, stepping.start(stepping.state(bits), 0), 0, [5, 3, 9], budget=9)[0]
+
+    bits = stepping.random_bits()
+    within = jax.jit(lambda weights, state: steps.decode_loop(weights, state, 4)[1][:, 0])
+    np.testing.assert_array_equal(within(tiny.dense, start()), steps.decode_loop(tiny.dense, start(), 4)[1][:, 0])
+
+
 def test_no_step_copies_the_arena_and_bit_changes_do_not_recompile(tiny, stepping):
     bits = stepping.random_bits()
     chex.clear_trace_counter()
@@ -125,7 +134,7 @@ def test_no_step_copies_the_arena_and_bit_changes_do_not_recompile(tiny, steppin
         (steps.prefill_step, (np.int32(0), np.zeros(CHUNK, np.int32), np.int32(1), np.int32(1))),
         (steps.score_step, (np.int32(0), *[np.zeros(CHUNK, np.int32)] * 2, np.int32(1))),
     ):
-        memory = jitted.lower(tiny.dense, large, *arguments).compile().memory_analysis()
+        memory = jitted.lower(tiny.dense, large, *arguments).compile(steps.COMPILER_OPTIONS).memory_analysis()
         assert memory.alias_size_in_bytes >= large.arena_AW.nbytes
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < memory.alias_size_in_bytes + 4_000_000
     state, _ = stepping.prefill(tiny.dense, stepping.start(stepping.state(bits), 0), 0, [1, 2, 3], budget=100)
