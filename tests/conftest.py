@@ -60,6 +60,7 @@ def compile_in_a_hurry():
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()  # which do not tell hurried programs from others
 
 
 @pytest.fixture(scope="session")

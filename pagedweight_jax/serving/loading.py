@@ -30,10 +30,9 @@ from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
 from pagedweight_jax.serving.staging import Staging, plan_staging
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
+from pagedweight_jax.serving.temporaries import estimate_temporary_bytes
 from pagedweight_jax.serving.trace import sums_bytes
 from pagedweight_jax.units import format_size
-from pallas_kernels.moe_ffn.api import DECODE_TOKENS, DEQUANTIZED_BYTES
-from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
 SPARE_SHARE = 0.05
 """Share of the arena that may go unused before the programs are compiled again for a larger one."""
@@ -150,7 +149,7 @@ def budget_bytes(
     _check(manifest, config)
     shapes = _shapes(manifest, config, device or jax.devices()[0])
     kv_blocks = -(-kv_tokens // shapes.geometry.kv.block_tokens)
-    entries = shapes.fixed_entries(_estimate_temporary_bytes(shapes.model, shapes.geometry, config))
+    entries = shapes.fixed_entries(estimate_temporary_bytes(shapes.model, shapes.geometry, config, shapes.dtype))
     num_experts = shapes.model.num_sparse_layers * shapes.model.num_experts
     experts_bytes = num_experts * sum(layout.resident_bytes(bits) for layout in manifest.layouts())
     return sum(entries.values()) + experts_bytes + kv_blocks * shapes.geometry.block_bytes
@@ -255,7 +254,7 @@ def _fit(shapes: _Shapes, config: ServeConfig, floor_LEU: np.ndarray, progress: 
         return compile_programs(shapes.weights, state, config, staging.batch_pages, staging.batch_frames, progress)
 
     try:
-        ledger = plan(_estimate_temporary_bytes(shapes.model, geometry, config))
+        ledger = plan(estimate_temporary_bytes(shapes.model, geometry, config, shapes.dtype))
     except UserError:
         ledger = plan(0)
     programs = compiled(ledger)
@@ -266,28 +265,6 @@ def _fit(shapes: _Shapes, config: ServeConfig, floor_LEU: np.ndarray, progress: 
         if programs.temporary_bytes > ledger.temporary_bytes:
             raise RuntimeError(f"temporaries of {programs.temporary_bytes} bytes depend on the size of the arena")
     return dataclasses.replace(ledger, temporary_bytes=programs.temporary_bytes), programs
-
-
-def _estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: ServeConfig) -> int:
-    """An upper guess of the programs' temporaries: a chunk's attention, experts, logits or sums, or a decode call's."""
-    rows, chunk_tokens = config.max_num_seqs, config.prefill_chunk_tokens
-    block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
-    weight_values = 2 * block_values
-    if config.implementation == "triton" and chunk_tokens > DECODE_TOKENS:
-        experts_bytes = 2 * block_values * model.num_experts  # of large ones, one at a time
-        weight_values = min(experts_bytes, max(DEQUANTIZED_BYTES, 2 * block_values)) // 4
-    split_values = SPLIT_TOKENS * model.num_kv_heads * model.head_dim
-    # Per token: scores of a split, queries and outputs, four residual widths; or gate, up and their product.
-    attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + 4 * model.hidden_size
-    expert_values = 4 * model.moe_intermediate_size + 2 * model.hidden_size
-    trace_values = model.num_sparse_layers * model.num_experts_per_tok * model.num_experts
-    return 4 * max(
-        chunk_tokens * attention_values + 2 * split_values,
-        chunk_tokens * expert_values + weight_values,
-        chunk_tokens * (model.vocab_size + 4 * model.hidden_size),
-        rows * (attention_values + 4 * split_values + model.vocab_size),
-        6 * max(chunk_tokens, rows * config.steps_per_call) * trace_values,
-    )
 
 
 def _start_bits(

@@ -117,9 +117,9 @@ def paged_forward(
         )  # fmt: skip
         return arena_AW, x_TD, n_TD, seen
 
-    sparse = [w.mlp.experts is None for w in weights.layers if isinstance(w.mlp, MoEWeights)]
-    merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS and all(sparse)
-    firsts = [config.num_experts * layer if merged else 0 for layer in range(len(sparse))]
+    paged = [w.mlp.experts is None for w in weights.layers if isinstance(w.mlp, MoEWeights)]
+    merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS and all(paged)
+    firsts = [config.num_experts * layer if merged else 0 for layer in range(len(paged))]
     arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
     x_TD, n_TD = add_norm(x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, **which)
     layers = zip(weights.layers, following_norms(weights), tables, config.windows, strict=True)
