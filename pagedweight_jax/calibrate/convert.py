@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Hugging Face folder to a paged checkpoint, one layer in memory at a time; resumable."""
+"""From a Hugging Face folder to a paged checkpoint, a layer at hand and one at the disk; resumable."""
 
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,33 +90,34 @@ def _convert_layers(draft: Draft, job: Job, progress: Progress, watch: Stopwatch
         _embed(draft, job, hidden, watch)
     if with_fisher and not draft.finished(_step(0)):
         sweep(draft, job, hidden, progress, watch)
-    computed = deque()
 
-    def write_and_read(following: int | None) -> LayerWeights | None:
-        while computed:
-            layer, arrays = computed.popleft()
-            with watch("write"):
-                draft.commit(_step(layer), *arrays)
-            del arrays
-            give_back()
-            hidden.drop_before(layer + 1)
-        if following is None:
+    def read_layer(layer: int | None, written: Future) -> LayerWeights | None:
+        written.result()
+        give_back()  # here: the writing held its arrays to its end
+        if layer is None:
             return None
         with watch("read"):
-            return hf.read_layer(job.source, following)
+            return hf.read_layer(job.source, layer)
+
+    def write_layer(layer: int, arrays: tuple, written: Future) -> None:
+        written.result()  # a layer that could not be written still needs its hidden states
+        with watch("write"):
+            draft.commit(_step(layer), *arrays)
+        hidden.drop_before(layer + 1)
 
     layers = [layer for layer in range(config.num_layers) if not draft.finished(_step(layer))]
-    with ThreadPoolExecutor(1) as disk:  # it writes, then reads: beside the layer at hand, one is in memory
-        turn = disk.submit(write_and_read, layers[0] if layers else None)
+    # In turn the disk writes the layer before and reads the layer behind: beside the layer at hand, one is in memory.
+    with ThreadPoolExecutor(1) as disk:  # left by an exception, it still writes what is computed
+        written = disk.submit(give_back)  # no layer yet
+        read = disk.submit(read_layer, layers[0] if layers else None, written)
         for layer, following in zip(layers, [*layers[1:], None]):
-            w = experts_on_device(turn.result())
-            turn = disk.submit(write_and_read, following)
+            w = experts_on_device(read.result())
+            read = disk.submit(read_layer, following, written)
             fisher = fisher_rows(draft, layer) if with_fisher else {}
             arrays = convert_layer(w, job.manifest, layer, hidden, fisher, MIN_TOKENS, progress, watch)
-            computed.append((layer, arrays))
+            written = disk.submit(write_layer, layer, arrays, written)
             del w, arrays
-        turn.result()
-        write_and_read(None)
+        written.result()
 
 
 def _finish_calibration(draft: Draft, manifest: PagedManifest) -> np.ndarray:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import threading
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -165,13 +166,14 @@ def test_progress_counts_every_stage_to_its_end(hf_folder, tmp_path):
 def test_the_disk_works_beside_the_arithmetic_and_holds_one_layer(
     save_hf, save_tokenizer, hf_folder, tmp_path, monkeypatch
 ):
-    """Layer 2 is not read before layer 0 is written, but layer 1 while layer 0 is computed."""
-    folder, events, arrived = tmp_path / "hf", [], [threading.Event() for _ in range(3)]
+    """Layer 2 is not read before layer 0 is written and gone, but layer 1 while layer 0 is computed."""
+    folder, events, arrived, pages = tmp_path / "hf", [], [threading.Event() for _ in range(3)], []
     save_hf(folder, num_hidden_layers=3)
     save_tokenizer(folder)
     read_layer, convert_layer, commit = conversion.hf.read_layer, conversion.convert_layer, Draft.commit
 
     def read(source, layer):
+        assert all(page() is None for page in pages[: max(0, layer - 1)]), "what is written is still in memory"
         w = read_layer(source, layer)
         events.append(f"read {layer}")
         arrived[layer].set()
@@ -179,7 +181,9 @@ def test_the_disk_works_beside_the_arithmetic_and_holds_one_layer(
 
     def compute(w, manifest, layer, *arguments):
         assert arrived[min(layer + 1, 2)].wait(timeout=60), "the next layer is not read meanwhile"
-        return convert_layer(w, manifest, layer, *arguments)
+        groups, remember = convert_layer(w, manifest, layer, *arguments)
+        pages.append(weakref.ref(groups[0][f"pages/{layer}/down/0"]))
+        return groups, remember
 
     def write(draft, step, *arguments):
         commit(draft, step, *arguments)

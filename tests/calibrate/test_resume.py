@@ -118,6 +118,24 @@ def test_finished_layers_are_not_done_again(hf_folder, whole, tmp_path, monkeypa
     assert (out / "manifest.json").read_bytes() == whole[0]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_computed_layer_is_kept_when_the_next_cannot_be_read(hf_folder, whole, tmp_path, monkeypatch, error):
+    out, read_layer = tmp_path / "out", conversion.hf.read_layer
+
+    def failing(source, layer):
+        if layer == 1:
+            raise error
+        return read_layer(source, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion.hf, "read_layer", failing)
+        with pytest.raises(type(error)):
+            convert(hf_folder, out, report=silent, **SMALL)
+    assert sorted(path.stem for path in (tmp_path / "out.partial" / "steps").iterdir()) == ["layer-0000", "outer"]
+    assert interrupted(monkeypatch, hf_folder, out, None, None, report=silent) == [1]
+    assert (out / "manifest.json").read_bytes() == whole[0]
+
+
 def test_another_conversion_starts_anew_and_says_so(hf_folder, whole, tmp_path, monkeypatch):
     folder = shutil.copytree(hf_folder, tmp_path / "hf")
     for change, why in (
@@ -149,24 +167,25 @@ def test_hidden_states_cut_short_are_noticed(hf_folder, tmp_path, monkeypatch):
         convert(hf_folder, tmp_path / "out", report=silent, **SMALL)
 
 
+@pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("EXHAUSTED: No space left on device")]
 )
-def test_a_full_disk_loses_nothing(hf_folder, whole, tmp_path, monkeypatch, error):
-    """Orbax raises either, at the second layer's pages."""
+def test_a_full_disk_loses_nothing(hf_folder, whole, tmp_path, monkeypatch, error, layer):
+    """Orbax raises either, at a layer's pages; no later layer is written."""
     out, save = tmp_path / "out", drafts.ocp.save
 
     def failing(path, arrays):
-        if "pages/1/down/0" in arrays:
+        if f"pages/{layer}/down/0" in arrays:
             raise error
         save(path, arrays)
 
     with monkeypatch.context() as patch:
         patch.setattr(drafts.ocp, "save", failing)
-        with pytest.raises(UserError, match=r"no space left on the disk; 2 finished steps are kept in out\.partial"):
+        with pytest.raises(UserError, match=rf"left on the disk; {layer + 1} finished steps are kept in out\.partial"):
             convert(hf_folder, out, report=silent, **SMALL)
     assert not out.exists()
-    assert interrupted(monkeypatch, hf_folder, out, None, None, report=silent) == [1]
+    assert interrupted(monkeypatch, hf_folder, out, None, None, report=silent) == [0, 1][layer:]
     assert (out / "manifest.json").read_bytes() == whole[0]
 
 
