@@ -8,6 +8,9 @@ import numpy as np
 
 from pagedweight_jax.calibrate.clusters import TINY, Clustering, SortedRows
 
+PLACE_BITS = 23
+"""Of a weight's place in its row's range at most: float32 has one more, and so no place rounds up to a power of two."""
+
 RIGHT_BORDERS = 7
 """Places on a grid that clusters end at, taken together."""
 
@@ -42,7 +45,7 @@ class NumpyRows:
         C, first_R1 = w_RC.shape[1], w_RC.shape[1] * np.arange(len(w_RC))[:, None]
         column_bits = max(1, (C - 1).bit_length())
         largest_R1 = np.maximum(w_RC.max(1, keepdims=True), -w_RC.min(1, keepdims=True))
-        scale_R1 = np.float32((1 << (31 - column_bits)) - 1) / np.maximum(largest_R1, LEAST_RANGE)
+        scale_R1 = np.float32((1 << min(31 - column_bits, PLACE_BITS)) - 1) / np.maximum(largest_R1, LEAST_RANGE)
         place_RC, key_RC = self._array("place", w_RC.shape, np.float32), self._array("key", w_RC.shape, np.int32)
         order_RC, value_RC = self._array("order", w_RC.shape, np.int64), self._array("value", w_RC.shape, np.float32)
         h_RC = self._array("gain", w_RC.shape)
@@ -60,7 +63,7 @@ class NumpyRows:
         order_RC[:] = key_RC
         gather()
         if not self._swap_neighbours(value_RC, order_RC, h_RC):
-            bits_RC = w_RC.view(np.int32)
+            bits_RC = np.add(w_RC, 0, out=place_RC).view(np.int32)  # -0.0 is 0.0 here, too
             np.bitwise_xor(bits_RC, (bits_RC >> 31) & 0x7FFFFFFF, out=order_RC)  # ordered as the weights are
             order_RC <<= 32
             order_RC |= np.arange(C)

@@ -152,17 +152,55 @@ def test_cuts_do_not_move_when_rows_of_other_kinds_are_beside_them():
             np.testing.assert_array_equal(lut_RK[r], lut_1K[0])
 
 
+def check_sorted(w_RC):
+    """Zeros of both signs are equal, as to numpy."""
+    R, C = w_RC.shape
+    order_RC = np.argsort(w_RC, axis=1, kind="stable")
+    rows = OPS.sort(w_RC, np.ones(C))
+    np.testing.assert_array_equal(rows.order_RC - C * np.arange(R)[:, None], order_RC)
+    np.testing.assert_array_equal(rows.value_RC, np.take_along_axis(w_RC, order_RC, axis=1))
+
+
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6])
 @pytest.mark.parametrize("columns", [1, 2, 33, 1408])
 def test_rows_are_sorted_with_equal_weights_in_column_order(columns, spread):
     """However many of the weights' leading bits are equal."""
     w_RC = (1 + spread * np.random.default_rng(0).standard_normal((40, columns))).astype(np.float32)
     w_RC[::3] *= -1
-    w_RC[5] = np.round(w_RC[5]) + 0.0  # no -0.0, which comes before 0.0
-    order_RC = np.argsort(w_RC, axis=1, kind="stable")
-    rows = OPS.sort(w_RC, np.ones(columns))
-    np.testing.assert_array_equal(rows.order_RC - columns * np.arange(40)[:, None], order_RC)
-    np.testing.assert_array_equal(rows.value_RC, np.take_along_axis(w_RC, order_RC, axis=1))
+    w_RC[5] = np.round(w_RC[5])
+    check_sorted(w_RC)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Whether each sort that follows got by with 32 bits a weight."""
+    found, swap = [], NumpyRows._swap_neighbours
+
+    def watched(*arguments):
+        found.append(swap(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(NumpyRows, "_swap_neighbours", watched)
+    return found
+
+
+def test_rows_of_any_length_sort_fast(fast):
+    lengths = range(2, 301)
+    for columns in lengths:
+        w_RC = random_rows("gaussian", 12, columns, seed=columns)[0]
+        w_RC[::3] *= -1e-3
+        w_RC[1, ::2] = 0
+        w_RC[1, 1::4] = -0.0
+        check_sorted(w_RC)
+    assert fast == [True] * len(lengths)
+
+
+def test_zeros_of_both_signs_sort_alike_where_32_bits_do_not_do(fast):
+    w_RC = random_rows("gaussian", 12, 64)[0]
+    w_RC[:, ::4], w_RC[:, 2::4] = 0, -0.0
+    w_RC[:, 9] = 1e30  # the others share one place
+    check_sorted(w_RC)
+    assert fast == [False]
 
 
 def test_an_empty_cluster_repeats_its_neighbours_centroid():
