@@ -94,7 +94,7 @@ def main() -> None:
     for name, value in record.items():
         print(f"{name:20} {value}")
     append_result(args.results, "conversion", record)
-    shutil.rmtree(written)
+    shutil.rmtree(written, ignore_errors=True)  # stopped before its first finished step, it left none
 
 
 if __name__ == "__main__":
