@@ -27,9 +27,10 @@ import numpy as np
 from pagedweight_jax.calibrate.routed import routed_experts
 from pagedweight_jax.models.attention import dense_attention, project_qkv
 from pagedweight_jax.models.layers import activation, matmul, rms_norm
-from pagedweight_jax.models.moe import route, shared_expert
+from pagedweight_jax.models.moe import shared_expert
 from pagedweight_jax.models.transformer import logits
 from pagedweight_jax.models.weights import Weights
+from pallas_kernels.routing.reference import top_experts
 
 FISHERS = ("fisher rows", "fisher", "fisher rows, text", "fisher, text")
 PROXIES = ("mean", "sum", "routed", "local", "relative", "relative rows", "relative columns", *FISHERS)
@@ -43,7 +44,7 @@ def before_experts(weights: Weights, layer: int, x_TD: jax.Array) -> tuple[jax.A
     o_THM = dense_attention(*qkv, config.head_dim**-0.5, config.windows[layer])
     x_TD = x_TD + matmul(o_THM.reshape(len(x_TD), -1), w.attention.o_ND)
     m_TD = rms_norm(x_TD, w.post_attention_norm_D, config.rms_norm_eps)
-    weights_TK, ids_TK = route(m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob)
+    weights_TK, ids_TK = top_experts(m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob)
     return x_TD, (m_TD, ids_TK, weights_TK)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedweight_jax.models.layers import Activation, matmul
+from pagedweight_jax.models.moe import LEAST_SQUARE
 from pagedweight_jax.models.weights import ExpertWeights
 
 BLOCK_TOKENS = 64
@@ -165,7 +166,7 @@ def sums_and_squares(
     num_experts, D, F = experts.down_ENC.shape
     K = ids_TK.shape[1]
     residual_T1 = jnp.sum(jnp.square(x_TD.astype(jnp.float32)), axis=-1, keepdims=True)
-    share_TK = jnp.square(weights_TK) / jnp.maximum(residual_T1, 1e-30)
+    share_TK = jnp.square(weights_TK) / jnp.maximum(residual_T1, LEAST_SQUARE)
     column_EF = jnp.sum(jnp.square(experts.down_ENC.astype(jnp.float32)), axis=1)
 
     def run_block(sums, block):

@@ -29,6 +29,7 @@ from pagedweight_jax.checkpoint.paged import PagedCheckpoint, Progress, no_progr
 from pagedweight_jax.config import DOWN, GATE_UP, ModelConfig
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import Activation, activation
+from pagedweight_jax.models.moe import relative_sizes
 from pagedweight_jax.models.transformer import decoder_layer
 from pagedweight_jax.models.weights import ExpertWeights, LayerWeights
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
@@ -110,12 +111,11 @@ def _span_statistics(x_TD, m_TD, ids_TK, weights_TK, experts: ExpertWeights, del
     num_tokens, num_experts = len(x_TD), len(experts.down_ENC)
     *h_UEC, tokens_E = error_sums(x_TD, m_TD, ids_TK, weights_TK, experts, act)
     damage_UER = [jnp.einsum("EC,ECR->ER", h_EC, delta_ECR) for h_EC, delta_ECR in zip(h_UEC, delta_UECR)]
-    residual_T1 = jnp.sum(jnp.square(x_TD.astype(jnp.float32)), axis=-1, keepdims=True)
-    share_TK = weights_TK / jnp.sqrt(jnp.maximum(residual_T1, 1e-30))
-    size_TKU = jnp.stack([share_TK, share_TK * jnp.sqrt(hidden_squares(m_TD, ids_TK, experts, act))], axis=-1)
+    residual_square_T = jnp.sum(jnp.square(x_TD.astype(jnp.float32)), axis=-1)
+    sizes = relative_sizes(weights_TK, residual_square_T, hidden_squares(m_TD, ids_TK, experts, act))
     return {
         "damage": jnp.stack(damage_UER, axis=1) / num_tokens,
-        **usage(ids_TK, weights_TK, size_TKU, num_experts),
+        **usage(ids_TK, weights_TK, jnp.stack(sizes, axis=-1), num_experts),
         "tokens": tokens_E,
     }
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing, and the plain definition of the routed experts."""
+"""The plain definition of the experts, and of the relative size of what a token takes from them."""
 
 import jax
 import jax.numpy as jnp
 
 from pagedweight_jax.models.layers import Activation, matmul, mlp
 from pagedweight_jax.models.weights import ExpertWeights, MoEWeights
-from pallas_kernels.routing.reference import top_experts as route
 
-__all__ = ["dense_experts", "route", "shared_expert"]
+LEAST_SQUARE = 1e-30
+"""Stands for 0 under a division."""
 
 
 def dense_experts(
@@ -32,6 +32,20 @@ def dense_experts(
 
     sums = jnp.zeros(m_TD.shape, jnp.float32), jnp.zeros(ids_TK.shape, jnp.float32)
     return jax.lax.fori_loop(0, experts.down_ENC.shape[0], add_expert, sums)
+
+
+def relative_sizes(
+    weights_TK: jax.Array, residual_square_T: jax.Array, h_square_TK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns s_TK of gate_up, ``r / |res|``, and of down, ``r |h| / |res|`` (``planning.signals`` says why).
+
+    Args:
+      weights_TK: r; any axes in front of K.
+      residual_square_T: |res|^2 of the residual stream behind the layer.
+      h_square_TK: |h|^2.
+    """
+    share_TK = weights_TK / jnp.sqrt(jnp.maximum(residual_square_T, LEAST_SQUARE))[..., None]
+    return share_TK, share_TK * jnp.sqrt(h_square_TK)
 
 
 def shared_expert(m_TD: jax.Array, w: MoEWeights, act: Activation) -> jax.Array:

@@ -22,10 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from pagedweight_jax.config import KINDS
+from pagedweight_jax.models.moe import relative_sizes
 from pallas_kernels.expert_trace.api import pack_trace, unpack_trace
-
-LEAST_SQUARE = 1e-30
-"""Stands for 0 under a division."""
 
 
 @jax.tree_util.register_dataclass
@@ -104,8 +102,7 @@ def routing_sums(trace: ExpertTrace, num_experts: int) -> RoutingSums:
     """Returns the sums of a trace over all its tokens; ids of ``num_experts`` or more count nothing."""
     chosen_TLKE = trace.ids_TLK[..., None] == jnp.arange(num_experts)
     weights_TLK = trace.weights_TLK
-    share_TLK = weights_TLK / jnp.sqrt(jnp.maximum(trace.residual_square_TL, LEAST_SQUARE))[..., None]
-    sizes = [share_TLK, share_TLK * jnp.sqrt(trace.h_square_TLK)]
+    sizes = relative_sizes(weights_TLK, trace.residual_square_TL, trace.h_square_TLK)
 
     def add(values_TLK):
         return jnp.sum(jnp.where(chosen_TLKE, values_TLK[..., None], 0.0), axis=(0, 2))

@@ -17,10 +17,10 @@ from pagedweight_jax.checkpoint.draft import open_draft
 from pagedweight_jax.config import DOWN, GATE_UP
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
-from pagedweight_jax.models.moe import route
 from pagedweight_jax.models.transformer import decoder_layer
 from pagedweight_jax.planning.damage import global_damage
 from pallas_kernels.bitplane import dequantize_pages
+from pallas_kernels.routing.reference import top_experts
 
 SAMPLES, S, SPAN = 6, 64, 16
 BITS = (2, 4)
@@ -180,7 +180,7 @@ def test_hidden_squares_belong_to_their_token_and_expert(tiny_config, tiny_weigh
     config = tiny_config()
     w = tiny_weights.layers[0].mlp
     m_TD = jax.random.normal(jax.random.key(1), (70, config.hidden_size))
-    _, ids_TK = route(m_TD, w.router_DE, 2, False)
+    _, ids_TK = top_experts(m_TD, w.router_DE, 2, False)
     square_TK = hidden_squares(m_TD, ids_TK, w.experts, jax.nn.silu)
     gate_TKF, up_TKF = jnp.split(jnp.einsum("TD,TKND->TKN", m_TD, w.experts.gate_up_ENC[ids_TK]), 2, axis=-1)
     expected_TK = np.square(jax.nn.silu(gate_TKF) * up_TKF).sum(-1)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from pagedweight_jax.models.layers import activation
-from pagedweight_jax.models.moe import dense_experts, route
+from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.weights import ExpertWeights
+from pallas_kernels.routing.reference import top_experts
 
 D, F, E, K, T = 24, 12, 5, 3, 7
 
@@ -23,7 +24,7 @@ def experts():
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_route_is_a_softmax_over_all_experts(renormalise):
     m_TD, router_DE = normal(T, D), normal(D, E, seed=1)
-    weights_TK, ids_TK = route(jnp.asarray(m_TD), jnp.asarray(router_DE), K, renormalise)
+    weights_TK, ids_TK = top_experts(jnp.asarray(m_TD), jnp.asarray(router_DE), K, renormalise)
     assert weights_TK.dtype == jnp.float32
     assert ids_TK.dtype == jnp.int32
     z_TE = m_TD.astype(np.float64) @ router_DE
@@ -39,22 +40,22 @@ def test_route_is_a_softmax_over_all_experts(renormalise):
 def test_route_gives_ties_to_the_lower_id():
     m_TD = jnp.ones((2, D))
     router_DE = jnp.zeros((D, E)).at[0, 3].set(1)
-    weights_TK, ids_TK = route(m_TD, router_DE, K, False)
+    weights_TK, ids_TK = top_experts(m_TD, router_DE, K, False)
     np.testing.assert_array_equal(ids_TK, [[3, 0, 1]] * 2)
     assert weights_TK[0, 1] == weights_TK[0, 2]
 
 
 def test_route_of_bfloat16_inputs_is_a_float32_softmax():
     m_TD, router_DE = jnp.asarray(normal(T, D), jnp.bfloat16), jnp.asarray(normal(D, E, seed=1), jnp.bfloat16)
-    out = route(m_TD, router_DE, K, False)
-    ref = route(m_TD.astype(jnp.float32), router_DE.astype(jnp.float32), K, False)
+    out = top_experts(m_TD, router_DE, K, False)
+    ref = top_experts(m_TD.astype(jnp.float32), router_DE.astype(jnp.float32), K, False)
     np.testing.assert_allclose(out[0], ref[0], rtol=1e-6)
     np.testing.assert_array_equal(out[1], ref[1])
 
 
 def test_dense_experts_is_the_definition(experts):
     m_TD = normal(T, D, seed=2)
-    weights_TK, ids_TK = route(jnp.asarray(m_TD), jnp.asarray(normal(D, E, seed=3)), K, False)
+    weights_TK, ids_TK = top_experts(jnp.asarray(m_TD), jnp.asarray(normal(D, E, seed=3)), K, False)
     gate_up_ENC, down_ENC = np.asarray(experts.gate_up_ENC, np.float64), np.asarray(experts.down_ENC, np.float64)
 
     def reference(gate_up_ENC):
@@ -77,7 +78,7 @@ def test_dense_experts_is_the_definition(experts):
 def test_a_token_depends_on_itself_alone_and_not_on_the_order_of_its_experts(experts):
     run = jax.jit(lambda m, ids, w: dense_experts(m, ids, w, experts, activation("silu"))[0])
     m_TD = jnp.asarray(normal(T, D, seed=2))
-    weights_TK, ids_TK = route(m_TD, jnp.asarray(normal(D, E, seed=3)), K, False)
+    weights_TK, ids_TK = top_experts(m_TD, jnp.asarray(normal(D, E, seed=3)), K, False)
     out_TD = run(m_TD, ids_TK, weights_TK)
     others_TD = run(m_TD.at[1:].set(7), ids_TK.at[1:].set(jnp.arange(K)), weights_TK.at[1:].set(0.5))
     np.testing.assert_array_equal(out_TD[0], others_TD[0])
