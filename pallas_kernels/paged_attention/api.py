@@ -30,7 +30,7 @@ def write_kv(
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
     Raises:
-      ValueError: an unknown implementation.
+      ValueError: an unknown implementation; for "triton", heads or frames that are no power of two.
     """
     run = module_of(__package__, implementation).write_kv
     return run(arena_AW, frames_TF.astype(jnp.int32), slots_T.astype(jnp.int32), k_TJM, v_TJM, layout)
@@ -55,6 +55,9 @@ def rotate_and_write_kv(
 
     Args: as of ``write_kv``, with q and k before rope, and
       cos_TR, sin_TR: float32[T, M/2], of each token's angles: the same for all layers of one frequency.
+
+    Raises:
+      ValueError: an unknown implementation; for "triton", heads or frames that are no power of two.
     """
     run = module_of(__package__, implementation).rotate_and_write_kv
     frames_TF, slots_T = frames_TF.astype(jnp.int32), slots_T.astype(jnp.int32)
@@ -94,7 +97,7 @@ def paged_attention(
         dtype where the queries have it, too, else in float32.
 
     Raises:
-      ValueError: an unknown implementation.
+      ValueError: an unknown implementation; for "triton", heads or frames that are no power of two.
     """
     run = module_of(__package__, implementation).paged_attention
     positions_BT, table_BGF = positions_BT.astype(jnp.int32), table_BGF.astype(jnp.int32)

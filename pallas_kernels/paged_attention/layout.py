@@ -66,6 +66,15 @@ class KVLayout:
         return 2 * self.half_frames
 
 
+def require_powers_of_two(layout: KVLayout) -> None:
+    """Raises ValueError unless heads and frames are, and hence blocks: so are the sides of Triton's tiles."""
+    if any(size & (size - 1) for size in (layout.head_dim, layout.frame_words)):
+        raise ValueError(
+            f"the triton kernels need heads and frames of a power of two: heads are {layout.head_dim} wide, frames of "
+            f"{layout.frame_words} words"
+        )
+
+
 def to_words(x: jax.Array) -> jax.Array:
     """Returns x of a 16- or 32-bit dtype as uint32 words along its last axis."""
     if x.dtype.itemsize == 4:

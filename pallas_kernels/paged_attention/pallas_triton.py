@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.paged_attention.layout import SPLIT_TOKENS, KVLayout
+from pallas_kernels.paged_attention.layout import SPLIT_TOKENS, KVLayout, require_powers_of_two
 from pallas_kernels.paged_attention.pallas_triton_attend import MIN_ROWS, Config, attend, combine, operand_dtype
 from pallas_kernels.paged_attention.pallas_triton_write import rotate_and_write_kv, write_kv
 
@@ -62,6 +62,7 @@ def paged_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.paged_attention.api.paged_attention``."""
+    require_powers_of_two(layout)
     num_tokens, num_heads = q_BTHM.shape[1:3]
     if config is None:
         group, operand = num_heads // layout.num_kv_heads, operand_dtype(q_BTHM.dtype, layout)

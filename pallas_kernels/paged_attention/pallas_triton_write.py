@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, store
-from pallas_kernels.paged_attention.layout import KVLayout, to_words
+from pallas_kernels.paged_attention.layout import KVLayout, require_powers_of_two, to_words
 
 
 def _divmod(position, size: int):
@@ -27,6 +27,7 @@ def write_kv(
     interpret: bool = False,
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.paged_attention.api.write_kv``."""
+    require_powers_of_two(layout)
     num_frames, (num_tokens, num_heads, _) = arena_AW.shape[0], k_TJM.shape
     head_words, padded_heads = layout.head_words, pl.next_power_of_2(num_heads)
 
@@ -70,6 +71,7 @@ def rotate_and_write_kv(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Args and result: see ``pallas_kernels.paged_attention.api.rotate_and_write_kv``."""
+    require_powers_of_two(layout)
     num_frames, (num_tokens, _, head_dim) = arena_AW.shape[0], k_TJM.shape
     half_dim = head_dim // 2
     bits = jnp.dtype(f"uint{8 * jnp.dtype(layout.dtype).itemsize}")  # NaN of other frames must pass as they are

@@ -217,6 +217,23 @@ def test_real_sizes_lower_to_triton(name, rows, tokens, dtype):
     assert lowered.out_info[1].shape == q.shape
 
 
+@pytest.mark.parametrize(("head_dim", "frame_words"), [(192, 192 * 16), (16, 16 * 24)])
+def test_heads_and_frames_that_are_no_power_of_two_are_refused(head_dim, frame_words):
+    layout = KVLayout(num_kv_heads=1, head_dim=head_dim, dtype="float32", frame_words=frame_words)
+    arena, table = random_cache(layout, [3])
+    q, angles = queries(layout, 1, 1, 1), jnp.zeros((1, head_dim // 2))
+    write = arena, table[:, 0], jnp.zeros(1, jnp.int32)
+    attend = partial(api.paged_attention, arena, q, jnp.full((1, 1), 3), table, layout, scale=1.0)
+    assert np.all(np.isfinite(attend(implementation="xla")))  # the definition takes any
+    for call in (
+        attend,
+        partial(api.write_kv, *write, q[:, 0], q[:, 0], layout),
+        partial(api.rotate_and_write_kv, *write, angles, angles, q[:, 0], q[:, 0], q[:, 0], layout),
+    ):
+        with pytest.raises(ValueError, match=f"heads are {head_dim} wide, frames of {frame_words} words"):
+            call(implementation="triton")
+
+
 def test_an_unknown_implementation_is_refused():
     layout = KVLayout(num_kv_heads=1, head_dim=M, dtype="float32", frame_words=128)
     arena, table = random_cache(layout, [3])
