@@ -34,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import Results, append_result
 
+from pallas_kernels._triton import CompilerParams
 from pallas_kernels.dense import pallas_triton, reference
-from pallas_kernels.dense.columns import Cut
+from pallas_kernels.dense.columns import Cut, launch
 from pallas_kernels.routing import pallas_triton as routing_triton
 from pallas_kernels.routing import reference as routing_reference
 
@@ -117,9 +118,9 @@ def read_only(x, w):
             pl.when(here)(partial(read, matrix, program - start))
             start += count
 
-    cut = Cut(columns=16, depth=16, num_warps=8, num_stages=1)
+    params = CompilerParams(num_warps=8, num_stages=1)
     out_shape, flat = jax.ShapeDtypeStruct((sum(counts),), F32), [matrix.reshape(-1) for matrix in w]
-    return pallas_triton.launch(kernel, "read_only", sum(counts), out_shape, cut, not ON_GPU, x, *flat)
+    return launch(kernel, "read_only", sum(counts), out_shape, params, not ON_GPU, x, *flat)
 
 
 def layer(triton, options, x, w, others):

@@ -11,6 +11,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels.dense import reference
+from pallas_kernels.dense.columns import launch
+
+NUM_WARPS = 8
+"""Of a program."""
 
 MAX_TOKENS = 64
 """More rows fill the device with XLA's kernels, too, and XLA adds the addends up as it makes them."""
@@ -24,7 +28,6 @@ def add_norm(
     factor_T1: jax.Array | None = None,
     routed: tuple[jax.Array, jax.Array] | None = None,
     *,
-    num_warps: int = 8,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Args and result: see ``pallas_kernels.dense.api.add_norm``."""
@@ -45,33 +48,18 @@ def add_norm(
         x_C, addends = read(x, t), []
         if routed_refs is not None:
             y, weights = routed_refs
-            addends.append(_sum(weights[t, k] * read(y, t, k) for k in range(y.shape[1])))
+            addends.append(reference.ordered_sum(weights[t, k] * read(y, t, k) for k in range(y.shape[1])))
         if parts is not None:
-            product_C = _sum(read(parts, s, t) for s in range(parts.shape[0]))
+            product_C = reference.ordered_sum(read(parts, s, t) for s in range(parts.shape[0]))
             addends.append(product_C if factor is None else factor[t, 0] * product_C)
         if addends:
-            x_C = x_C + _sum(addends).astype(x_C.dtype)
+            x_C = x_C + reference.ordered_sum(addends).astype(x_C.dtype)
         store(x_out.at[t, c_C], x_C, mask=inside_C)
         x32_C = x_C.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(x32_C * x32_C) / num_columns + eps)
         normed_C = (x32_C * scale).astype(x_C.dtype) * read(norm).astype(x_C.dtype)
         store(normed_out.at[t, c_C], normed_C, mask=inside_C)
 
-    return pl.pallas_call(
-        kernel,
-        grid=(num_tokens,),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(args),
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-        out_shape=[jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)] * 2,
-        compiler_params=CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=interpret,
-        name="add_norm",
-    )(*args)
-
-
-def _sum(arrays):
-    """Returns the sum in the order of the arrays."""
-    total, *others = arrays
-    for array in others:
-        total = total + array
-    return total
+    out_shape = (jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype),) * 2
+    params = CompilerParams(num_warps=NUM_WARPS, num_stages=1)
+    return launch(kernel, "add_norm", num_tokens, out_shape, params, interpret, *args)

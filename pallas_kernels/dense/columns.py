@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of columns of ``x @ w`` for a few rows x: the loop that all dense kernels share.
+"""A block of columns of ``x @ w`` for a few rows x: the loop that all dense products share, and their launch.
 
 A program runs down the rows of its block of w with a pipeline of 16-byte loads in flight. Its block is the left operand
 of tensor cores and the token rows, padded to 16, the right one: Hopper's take 64 columns of w at once, out of shared
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels._triton import load
+from pallas_kernels._triton import CompilerParams, load
 
 ROWS = 16
 """The most token rows that the kernels take; fewer are padded, so that sums are the same."""
@@ -42,6 +42,11 @@ class Cut:
     num_warps: int = 4
     num_stages: int = 4
 
+    @property
+    def params(self) -> CompilerParams:
+        """What the compiler is told."""
+        return CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
+
 
 def choose_cut(num_columns: int, operand, num_matrices: int = 1) -> Cut:
     """Returns the cut of ``num_columns`` in all, for programs that multiply with ``num_matrices`` at once.
@@ -64,6 +69,20 @@ def choose_cut_of_parts(shape: tuple[int, int], operand) -> Cut:
     columns, depth = 64, 256 // jnp.dtype(operand).itemsize
     stretches = max(1, min(FULL_DEVICE // pl.cdiv(num_columns, columns), depth_total // depth, 8))
     return Cut(columns=columns, depth=depth, stretches=stretches, num_warps=4, num_stages=5)
+
+
+def launch(kernel, name: str, programs: int, out_shape, params: CompilerParams, interpret: bool, *args):
+    """Runs ``programs`` programs on whole arrays in device memory."""
+    return pl.pallas_call(
+        kernel,
+        grid=(programs,),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(args),
+        out_specs=jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), out_shape),
+        out_shape=out_shape,
+        compiler_params=params,
+        interpret=interpret,
+        name=name,
+    )(*args)
 
 
 def operand_dtype(*arrays):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels._triton import CompilerParams, load, store
+from pallas_kernels._triton import load, store
 from pallas_kernels.dense import reference
 from pallas_kernels.dense.add_norm import add_norm as add_norm
 from pallas_kernels.dense.columns import (
@@ -21,6 +21,7 @@ from pallas_kernels.dense.columns import (
     block_place,
     choose_cut,
     choose_cut_of_parts,
+    launch,
     multiply,
     operand_dtype,
 )
@@ -33,20 +34,6 @@ PADDED_ROWS = 64
 def pad_rows(x_TD: jax.Array) -> jax.Array:
     """Returns more than 16 rows as 64, where there are fewer."""
     return jnp.pad(x_TD, ((0, max(0, PADDED_ROWS - len(x_TD))), (0, 0)))
-
-
-def launch(kernel, name: str, programs: int, out_shape, cut: Cut, interpret: bool, *args):
-    """Runs ``programs`` programs on whole arrays in device memory."""
-    return pl.pallas_call(
-        kernel,
-        grid=(programs,),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(args),
-        out_specs=jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), out_shape),
-        out_shape=out_shape,
-        compiler_params=CompilerParams(num_warps=cut.num_warps, num_stages=cut.num_stages),
-        interpret=interpret,
-        name=name,
-    )(*args)
 
 
 def project(
@@ -87,7 +74,7 @@ def project(
             start += count
 
     out_shape = tuple(jax.ShapeDtypeStruct((num_tokens, w.shape[1]), x_TD.dtype) for w in weights)
-    return launch(kernel, "project", sum(blocks), out_shape, cut, interpret, x_TD, *weights, *present)
+    return launch(kernel, "project", sum(blocks), out_shape, cut.params, interpret, x_TD, *weights, *present)
 
 
 def project_parts(
@@ -108,7 +95,7 @@ def project_parts(
         store(out.at[stretch, row_R1, column_1N], y_RN, mask=mask)
 
     out_shape = jax.ShapeDtypeStruct((cut.stretches, num_tokens, num_columns), jnp.float32)
-    return launch(kernel, "project_parts", blocks * cut.stretches, out_shape, cut, interpret, h_TC, w_CD)
+    return launch(kernel, "project_parts", blocks * cut.stretches, out_shape, cut.params, interpret, h_TC, w_CD)
 
 
 def gated(
@@ -134,7 +121,7 @@ def gated(
 
     out_shape = jax.ShapeDtypeStruct((num_tokens, width), x_TD.dtype)
     programs = pl.cdiv(width, cut.columns)
-    return launch(kernel, "gated", programs, out_shape, cut, interpret, x_TD, gate_DF, up_DF)
+    return launch(kernel, "gated", programs, out_shape, cut.params, interpret, x_TD, gate_DF, up_DF)
 
 
 def logits(
@@ -153,4 +140,4 @@ def logits(
         store(out.at[at], y_RN, mask=mask)
 
     out_shape = jax.ShapeDtypeStruct((num_tokens, num_columns), jnp.float32)
-    return launch(kernel, "logits", pl.cdiv(num_columns, cut.columns), out_shape, cut, interpret, x_TD, head)
+    return launch(kernel, "logits", pl.cdiv(num_columns, cut.columns), out_shape, cut.params, interpret, x_TD, head)

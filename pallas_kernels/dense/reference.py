@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definition of the products with dense matrices."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
@@ -54,14 +56,14 @@ def add_norm(
         y_TKD, weights_TK = routed
         addends.append(jnp.sum(weights_TK[..., None] * y_TKD, axis=1))
     if parts_STD is not None:
-        product_TD = _sum(list(parts_STD))
+        product_TD = ordered_sum(parts_STD)
         addends.append(product_TD if factor_T1 is None else factor_T1 * product_TD)
     if addends:
-        x_TD = x_TD + _sum(addends).astype(x_TD.dtype)
+        x_TD = x_TD + ordered_sum(addends).astype(x_TD.dtype)
     return x_TD, rms_norm(x_TD, norm_D, eps)
 
 
-def _sum(arrays: list[jax.Array]) -> jax.Array:
+def ordered_sum(arrays: Iterable[jax.Array]) -> jax.Array:
     """Returns the sum in the order of the arrays."""
     total, *others = arrays
     for array in others:

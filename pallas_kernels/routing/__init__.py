@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm before the experts, and the choice of experts."""
+"""The choice of experts, and the shared expert's gate."""

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels._triton import load, store
-from pallas_kernels.dense.columns import ROWS, Cut, dot, operand_dtype
-from pallas_kernels.dense.pallas_triton import launch
+from pallas_kernels._triton import CompilerParams, load, store
+from pallas_kernels.dense.columns import ROWS, dot, launch, operand_dtype
 from pallas_kernels.routing import reference
 from pallas_kernels.routing.reference import NOWHERE
 
@@ -70,8 +69,8 @@ def logit_parts(
 
     out_shape = jax.ShapeDtypeStruct((stretches, num_tokens, columns), jnp.float32)
     args = m_TD, router_DE, *(() if shared_gate_D is None else (shared_gate_D,))
-    cut = Cut(columns=columns, depth=length, num_warps=4, num_stages=1)
-    return launch(kernel, "router_logits", stretches * row_blocks, out_shape, cut, interpret, *args)
+    params = CompilerParams(num_warps=4, num_stages=1)
+    return launch(kernel, "router_logits", stretches * row_blocks, out_shape, params, interpret, *args)
 
 
 def choose(logit_E: jax.Array, num_experts: int, k: int, renormalise: bool) -> list[tuple[jax.Array, jax.Array]]:
@@ -128,6 +127,6 @@ def choose_experts(
 
     shapes = ((num_tokens, k), jnp.float32), ((num_tokens, k), jnp.int32), ((num_tokens, 1), jnp.float32)
     out_shape = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes[: 3 if shared else 2])
-    cut = Cut(columns=columns, depth=16, num_warps=1, num_stages=1)
-    weights_TK, ids_TK, *factor = launch(kernel, "route", num_tokens, out_shape, cut, interpret, *args)
+    params = CompilerParams(num_warps=1, num_stages=1)
+    weights_TK, ids_TK, *factor = launch(kernel, "route", num_tokens, out_shape, params, interpret, *args)
     return weights_TK, ids_TK, factor[0] if shared else None
