@@ -60,10 +60,10 @@ def normed_layer(
     addends, mlp, scope = {}, w.mlp, "mlp"
     if isinstance(w.mlp, MoEWeights):
         with jax.named_scope("router"):
-            first, there_T = place or (None, None)
+            first, place_T = place or (None, None)
             weights_TK, ids_TK, addends["factor_T1"] = route(
                 m_TD, w.mlp.router_DE, config.num_experts_per_tok, config.norm_topk_prob,
-                shared_gate_D=w.mlp.shared_gate_D, first=first, positions_T=there_T, **which,
+                shared_gate_D=w.mlp.shared_gate_D, first=first, positions_T=place_T, **which,
             )  # fmt: skip
         with jax.named_scope("experts"):
             carry, y = experts(carry, sum(config.sparse_layers[:layer]), m_TD, ids_TK, weights_TK)

@@ -16,7 +16,7 @@ from pallas_kernels.implementation import module_of
 def pack_trace(
     ids: Sequence[jax.Array],
     weights: Sequence[jax.Array],
-    inputs: Sequence[jax.Array],
+    residuals: Sequence[jax.Array],
     h_squares: Sequence[jax.Array],
     firsts: Sequence[int],
     num_experts: int,
@@ -28,7 +28,7 @@ def pack_trace(
     Args:
       ids: of each layer the selected experts, int32[T, K].
       weights: of each layer the routing weights, float32[T, K].
-      inputs: of each layer x, [T, D].
+      residuals: of each layer x, the residual stream behind it, [T, D].
       h_squares: of each layer |h|^2, float32[T, K].
       firsts: what each layer's ids begin at. Others than the E from there select nothing and become ``num_experts``.
       num_experts: E.
@@ -38,10 +38,10 @@ def pack_trace(
       ValueError: an unknown implementation, or lists of different lengths.
     """
     run = module_of(__package__, implementation).pack_trace
-    if not len(ids) == len(weights) == len(inputs) == len(h_squares) == len(firsts):
-        counts = ", ".join(str(len(values)) for values in (ids, weights, inputs, h_squares, firsts))
-        raise ValueError(f"ids, weights, inputs, squares and firsts of {counts} layers")
-    return run(tuple(ids), tuple(weights), tuple(inputs), tuple(h_squares), tuple(firsts), num_experts)
+    if not len(ids) == len(weights) == len(residuals) == len(h_squares) == len(firsts):
+        counts = ", ".join(str(len(values)) for values in (ids, weights, residuals, h_squares, firsts))
+        raise ValueError(f"ids, weights, residuals, squares and firsts of {counts} layers")
+    return run(tuple(ids), tuple(weights), tuple(residuals), tuple(h_squares), tuple(firsts), num_experts)
 
 
 def unpack_trace(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

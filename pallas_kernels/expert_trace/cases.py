@@ -15,20 +15,20 @@ NUM_EXPERTS, K = 60, 4
 
 
 def make_args(num_layers: int, num_tokens: int, width: int, seed: int) -> tuple:
-    """Returns (ids, weights, inputs, squares), a tuple of all layers each; the first token's ids select nothing."""
+    """Returns (ids, weights, residuals, squares), a tuple of all layers each; the first token's ids select nothing."""
     rng = np.random.default_rng(seed)
     shape = num_layers, num_tokens, K
     ids_LTK = rng.integers(0, NUM_EXPERTS, shape) + NUM_EXPERTS * np.arange(num_layers)[:, None, None]
     ids_LTK[:, 0] = NUM_EXPERTS * num_layers
-    inputs_LTD = jnp.asarray(rng.standard_normal((num_layers, num_tokens, width), np.float32), jnp.bfloat16)
+    residuals_LTD = jnp.asarray(rng.standard_normal((num_layers, num_tokens, width), np.float32), jnp.bfloat16)
     weights_LTK, h_squares_LTK = (jnp.asarray(rng.random(shape), jnp.float32) for _ in range(2))
-    return tuple(map(tuple, (jnp.asarray(ids_LTK, jnp.int32), weights_LTK, inputs_LTD, h_squares_LTK)))
+    return tuple(map(tuple, (jnp.asarray(ids_LTK, jnp.int32), weights_LTK, residuals_LTD, h_squares_LTK)))
 
 
-def call(run, ids, weights, inputs, h_squares, **options):
+def call(run, ids, weights, residuals, h_squares, **options):
     """Returns what was packed; ids one-hot, so that a wrong one is a large error."""
     firsts = tuple(NUM_EXPERTS * layer for layer in range(len(ids)))
-    ids_TLK, *others = unpack_trace(run(ids, weights, inputs, h_squares, firsts, NUM_EXPERTS, **options))
+    ids_TLK, *others = unpack_trace(run(ids, weights, residuals, h_squares, firsts, NUM_EXPERTS, **options))
     return jax.nn.one_hot(ids_TLK, NUM_EXPERTS + 1), *others
 
 

@@ -12,7 +12,7 @@ from pallas_kernels._triton import CompilerParams, load, store
 def pack_trace(
     ids: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
-    inputs: tuple[jax.Array, ...],
+    residuals: tuple[jax.Array, ...],
     h_squares: tuple[jax.Array, ...],
     firsts: tuple[int, ...],
     num_experts: int,
@@ -21,7 +21,7 @@ def pack_trace(
 ) -> jax.Array:
     """Args and result: see ``pallas_kernels.expert_trace.api.pack_trace``."""
     num_layers, (num_tokens, k) = len(ids), ids[0].shape
-    width = inputs[0].shape[1]
+    width = residuals[0].shape[1]
 
     def kernel(*refs):
         *refs, out = refs
@@ -53,4 +53,4 @@ def pack_trace(
         compiler_params=CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="pack_trace",
-    )(*ids, *weights, *h_squares, *inputs)
+    )(*ids, *weights, *h_squares, *residuals)

@@ -9,17 +9,17 @@ from jax import lax
 def pack_trace(
     ids: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
-    inputs: tuple[jax.Array, ...],
+    residuals: tuple[jax.Array, ...],
     h_squares: tuple[jax.Array, ...],
     firsts: tuple[int, ...],
     num_experts: int,
 ) -> jax.Array:
-    """Args and result: see ``pallas_kernels.expert_trace.api.pack_trace``. All layers' inputs are reduced together."""
-    ids_TLK, weights_TLK, x_TLD, h_square_TLK = (
-        jnp.stack(values, axis=1) for values in (ids, weights, inputs, h_squares)
+    """Args and result: see ``pallas_kernels.expert_trace.api.pack_trace``. All layers are reduced together."""
+    ids_TLK, weights_TLK, residual_TLD, h_square_TLK = (
+        jnp.stack(values, axis=1) for values in (ids, weights, residuals, h_squares)
     )
     ids_TLK = ids_TLK - jnp.array(firsts, jnp.int32)[:, None]
     ids_TLK = jnp.where((ids_TLK >= 0) & (ids_TLK < num_experts), ids_TLK, num_experts)
-    x_square_TL1 = jnp.sum(jnp.square(x_TLD.astype(jnp.float32)), axis=-1, keepdims=True)
-    bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (weights_TLK, h_square_TLK, x_square_TL1))
+    residual_square_TL1 = jnp.sum(jnp.square(residual_TLD.astype(jnp.float32)), axis=-1, keepdims=True)
+    bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (weights_TLK, h_square_TLK, residual_square_TL1))
     return jnp.concatenate([ids_TLK, *bits], axis=-1)

@@ -125,8 +125,11 @@ def dequantize(
             def add_unit(unit, _):
                 planes = planes_of(unit, row_R)
                 codes = transposed(planes + [jnp.zeros_like(planes[0])] * (CODE_BITS - len(planes)))
+
                 # Byte n of word s + 4 half is the code of bit j = s + 4 (2 n + half), of position 8 (4 s + n) + half.
-                code = lambda s, n, half: (codes[s + 4 * half] >> 8 * n) & 0xFF  # noqa: E731
+                def code(s, n, half):
+                    return (codes[s + 4 * half] >> 8 * n) & 0xFF
+
                 order = [(s, n, half) for s in range(4) for n in range(4) for half in range(2)]
                 index = stack([base_RW + code(*place) for place in order]).reshape(-1)
                 w = lut[index] if interpret else gather_shared(lut, index)

@@ -100,6 +100,7 @@ class Rows:
         }
         frame_R4, word_R4 = split(choose(self.bits, starts) + (self.row_R4 << (self.bits - 1)), layout.frame_words)
         frame_R4 = self.frames[self.e, frame_R4]  # a row's LUT lies in one frame
+
         def pair(i):
             exists = jnp.broadcast_to((2 * i) >> self.bits == 0, word_R4.shape)
             return self._as_dtype(load(self.arena.at[frame_R4, word_R4 + i], mask=exists, other=jnp.int32(0)))

@@ -14,14 +14,14 @@ E = 60
 
 
 def layers(num_tokens, k, width, dtype=jnp.float32, count=3):
-    """Returns (ids, weights, inputs, h_squares, firsts), a list of ``count`` layers each; some ids select nothing."""
+    """Returns (ids, weights, residuals, h_squares, firsts), a list of ``count`` layers each; some ids are nobody's."""
     rng = np.random.default_rng(1)
     firsts = [layer * E for layer in range(count)]
     ids = [jnp.asarray(first + rng.integers(0, E, (num_tokens, k)), jnp.int32) for first in firsts]
     ids[1] = ids[1].at[0].add(count * E)
     weights, h_squares = ([jnp.asarray(rng.random((num_tokens, k)), jnp.float32) for _ in ids] for _ in range(2))
-    inputs = [jnp.asarray(rng.standard_normal((num_tokens, width)), dtype) for _ in ids]
-    return ids, weights, inputs, h_squares, firsts
+    residuals = [jnp.asarray(rng.standard_normal((num_tokens, width)), dtype) for _ in ids]
+    return ids, weights, residuals, h_squares, firsts
 
 
 @pytest.mark.parametrize("pack", [reference.pack_trace, pallas_triton.pack_trace])
@@ -31,23 +31,23 @@ def test_every_number_comes_back(pack, num_tokens, k, width, dtype):
     options = {"interpret": True} if pack is pallas_triton.pack_trace else {}
     packed = pack(*map(tuple, lists), tuple(firsts), E, **options)
     assert packed.shape == (num_tokens, 3, 3 * k + 1)
-    ids_TLK, weights_TLK, h_square_TLK, x_square_TL = unpack_trace(packed)
-    ids, weights, inputs, h_squares = (np.stack(values, axis=1) for values in lists)
+    ids_TLK, weights_TLK, h_square_TLK, residual_square_TL = unpack_trace(packed)
+    ids, weights, residuals, h_squares = (np.stack(values, axis=1) for values in lists)
     assert (np.asarray(ids_TLK)[0, 1] == E).all()
     ids[0, 1] = E + firsts[1]
     np.testing.assert_array_equal(ids_TLK, ids - np.array(firsts)[:, None])
     np.testing.assert_array_equal(weights_TLK, weights)
     np.testing.assert_array_equal(h_square_TLK, h_squares)
-    np.testing.assert_allclose(x_square_TL, np.square(inputs.astype(np.float64)).sum(axis=-1), rtol=1e-6)
-    assert not np.allclose(x_square_TL, np.abs(inputs.astype(np.float64)).sum(axis=-1))
+    np.testing.assert_allclose(residual_square_TL, np.square(residuals.astype(np.float64)).sum(axis=-1), rtol=1e-6)
+    assert not np.allclose(residual_square_TL, np.abs(residuals.astype(np.float64)).sum(axis=-1))
 
 
 def test_lists_of_different_lengths_are_refused():
-    ids, weights, inputs, h_squares, firsts = layers(2, 2, 32)
+    ids, weights, residuals, h_squares, firsts = layers(2, 2, 32)
     with pytest.raises(ValueError, match="of 3, 3, 2, 3, 3 layers"):
-        pack_trace(ids, weights, inputs[:2], h_squares, firsts, E)
+        pack_trace(ids, weights, residuals[:2], h_squares, firsts, E)
     with pytest.raises(ValueError, match="'cuda' is not one of"):
-        pack_trace(ids, weights, inputs, h_squares, firsts, E, implementation="cuda")
+        pack_trace(ids, weights, residuals, h_squares, firsts, E, implementation="cuda")
 
 
 def test_it_is_one_launch_for_all_layers():
