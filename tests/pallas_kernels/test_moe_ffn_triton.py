@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels.cases import relative_error
 from pallas_kernels.moe_ffn import api, reference
 from pallas_kernels.moe_ffn.arg_specs import POISON, SPECS, MoESpec, abstract_args, random_pages, random_tokens
-from pallas_kernels.moe_ffn.pallas_triton import moe_ffn
+from pallas_kernels.moe_ffn.pallas_triton import APART_TOKENS, moe_ffn
 
 E = 7  # one expert per bitwidth 2..8
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
@@ -98,6 +98,21 @@ def test_a_row_depends_on_no_other_row(interpret):
 
 
 @pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("bits", [3, 6], ids=["sums", "look-up"])
+def test_a_row_does_not_depend_on_how_many_there_are(bits, interpret):
+    sizes = {"hidden_size": 32, "expert_width": 32, "num_experts": 2, "min_bits": bits, "max_bits": bits}
+    spec = dataclasses.replace(TINY, **sizes)
+    arena, pages = random_pages(spec, np.full((2, 2), bits))
+    tokens = random_tokens(spec, APART_TOKENS + 4)  # programs for each expert; below, for each pair
+    together = run(arena, pages, *tokens, interpret=interpret)
+    for n in (1, APART_TOKENS):
+        fewer = run(arena, pages, *(a[:n] for a in tokens), interpret=interpret)
+        for few, many in zip(fewer, together, strict=True):
+            np.testing.assert_array_equal(few, many[:n])
+            assert not np.array_equal(few, many[1 : n + 1])  # negative control: rows differ
+
+
+@pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize("num_tokens", [1, 9, 17])
 def test_all_tokens_on_one_expert_and_none_at_all(num_tokens, interpret):
     arena, pages = random_pages(TINY, mixed_bits(3))
@@ -149,7 +164,7 @@ def test_real_sizes_equal_the_definition(name, num_tokens):
     together, _ = compiled(m_TD, ids_TK)
     assert relative_error(together, expected[0]) < 1e-2
     row = num_tokens - 1
-    alone, _ = compiled(m_TD[row:], ids_TK[row:][row:])
+    alone, _ = compiled(m_TD[row:], ids_TK[row:])
     np.testing.assert_array_equal(alone[0], together[row], "a row depends on how many there are")
 
 
