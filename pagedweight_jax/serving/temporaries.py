@@ -30,7 +30,9 @@ def estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Ser
     attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + 4 * model.hidden_size
     expert_values = 4 * model.moe_intermediate_size + 2 * model.hidden_size
     trace_values = model.num_sparse_layers * model.num_experts_per_tok * model.num_experts
-    return max(
+    # What a token's experts give, each by itself; XLA on a CPU keeps it twice and lays little else over it.
+    outputs_bytes = 2 * 4 * chunk_tokens * model.num_experts_per_tok * model.hidden_size
+    return outputs_bytes + max(
         4 * (chunk_tokens * attention_values + 2 * split_values),
         4 * chunk_tokens * expert_values + weights_bytes,
         4 * chunk_tokens * (model.vocab_size + 4 * model.hidden_size),
