@@ -72,7 +72,7 @@ QUICK = Size(
     pace=Pace(spacing=2, stay=20),
     rate_tokens=16,
     windows=8,
-    window_tokens=256,
+    window_tokens=384,
 )
 
 
