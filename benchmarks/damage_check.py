@@ -12,28 +12,22 @@ only (``damage_proxies``). Float32 throughout.
 
 import argparse
 import time
-from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import damage_proxies as proxies
-import jax
-import jax.numpy as jnp
 import numpy as np
+from damage_model import Model, read_model
+from damage_states import Scorer
 from record import Results, append_result
 from scipy.stats import spearmanr
 
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
-from pagedweight_jax.checkpoint import hf
 from pagedweight_jax.checkpoint.paged import PagedCheckpoint, open_checkpoint
 from pagedweight_jax.config import DOWN, GATE_UP, KINDS
 from pagedweight_jax.evaluate.perplexity import split_windows
-from pagedweight_jax.models.layers import activation, mlp
-from pagedweight_jax.models.weights import ExpertWeights, MLPWeights, Weights
 from pagedweight_jax.planning.calibration import Calibration
 from pagedweight_jax.planning.planner import initial_bits
-from pallas_kernels.bitplane import dequantize_pages
 
 WINDOW_TOKENS = 512
 FIT_BITS = 4
@@ -41,136 +35,6 @@ FIT_BITS = 4
 
 BUDGET_PROXIES = ("checkpoint", "mean", "sum", "relative", "relative columns", "fisher")
 """Those that also choose the bits of whole models."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The unquantized weights, and the routed experts at each width: ``quantized[bits][layer][kind]`` is [E, N, C]."""
-
-    weights: Weights
-    quantized: dict[int, list[tuple[np.ndarray, np.ndarray]]]
-
-    @property
-    def max_bits(self) -> int:
-        return max(self.quantized)
-
-    def block(self, layer: int, expert: int, kind: int, bits: int) -> np.ndarray:
-        return self.quantized[bits][layer][kind][expert]
-
-    def at(self, bits_LEU: np.ndarray) -> Weights:
-        """Returns the weights with every linear-block at its own width."""
-        layers = []
-        for number, (layer, bits_EU) in enumerate(zip(self.weights.layers, bits_LEU)):
-            gate_up_ENC, down_ENC = (
-                jnp.asarray(np.stack([self.block(number, e, kind, int(b)) for e, b in enumerate(bits_EU[:, kind])]))
-                for kind in (GATE_UP, DOWN)
-            )
-            experts = ExpertWeights(gate_up_ENC=gate_up_ENC, down_ENC=down_ENC)
-            layers.append(replace(layer, mlp=replace(layer.mlp, experts=experts)))
-        return replace(self.weights, layers=tuple(layers))
-
-    def squared_error(self, layer: int, kind: int, bits: int) -> np.ndarray:
-        experts = self.weights.layers[layer].mlp.experts
-        w_ENC = np.asarray((experts.gate_up_ENC, experts.down_ENC)[kind])
-        return np.square(w_ENC - self.quantized[bits][layer][kind])
-
-
-def read_model(folder: Path, checkpoint: PagedCheckpoint) -> Model:
-    manifest = checkpoint.manifest
-    weights = hf.load_weights(folder, manifest.config, jnp.float32)
-
-    dequantize_U = [jax.jit(jax.vmap(partial(dequantize_pages, layout=layout))) for layout in manifest.layouts()]
-
-    def experts(layer: int, kind: int) -> dict[int, np.ndarray]:
-        pages = [checkpoint.load_pages(layer, kind, page) for page in range(manifest.max_bits)]
-        return {
-            b: np.asarray(dequantize_U[kind](pages[:b])) for b in range(manifest.min_bits, manifest.max_bits + 1)
-        }
-
-    read = [[experts(layer, kind) for kind in (GATE_UP, DOWN)] for layer in range(manifest.config.num_layers)]
-    widths = range(manifest.min_bits, manifest.max_bits + 1)
-    return Model(weights=weights, quantized={b: [(gu[b], down[b]) for gu, down in read] for b in widths})
-
-
-# Measuring
-
-
-def _compare(logp_TV, reference_TV, tokens_T):
-    """KL to the reference and loss, nats per predicted token."""
-    logp_TV, reference_TV = logp_TV[:-1], reference_TV[:-1]
-    kl = jnp.mean(jnp.sum(jnp.exp(reference_TV) * (reference_TV - logp_TV), -1))
-    return jnp.stack([kl, -jnp.mean(jnp.take_along_axis(logp_TV, tokens_T[1:, None], -1))])
-
-
-@jax.jit
-def _reference(weights, windows_BT):
-    return jax.lax.map(lambda tokens_T: proxies.trace(weights, tokens_T), windows_BT)
-
-
-@jax.jit
-def _whole(weights, windows_BT, reference_BTV):
-    def one(operands):
-        return _compare(proxies.trace(weights, operands[0])[0], operands[1], operands[0])
-
-    return jnp.mean(jax.lax.map(one, (windows_BT, reference_BTV)), 0)
-
-
-@partial(jax.jit, static_argnums=1)
-def _one_block(weights, layer, expert, new, windows_BT, reference_BTV, seen_B):
-    """As ``_whole`` with one expert (gate_up_NC, down_NC) replaced, from the layer's cached states on."""
-    act, experts = activation(weights.config.hidden_act), weights.layers[layer].mlp.experts
-
-    def run(m_TD, gate_up_NC, down_NC):
-        gate_FD, up_FD = jnp.split(gate_up_NC, 2)
-        return mlp(m_TD, MLPWeights(gate_DF=gate_FD.T, up_DF=up_FD.T, down_FD=down_NC.T), act)
-
-    def one(operands):
-        tokens_T, reference_TV, (x_TD, m_TD, ids_TK, weights_TK) = operands
-        r_T1 = jnp.sum(jnp.where(ids_TK == expert, weights_TK, 0), -1)[:, None]
-        change_TD = run(m_TD, *new) - run(m_TD, experts.gate_up_ENC[expert], experts.down_ENC[expert])
-        return _compare(proxies.tail(weights, layer + 1, x_TD + r_T1 * change_TD), reference_TV, tokens_T)
-
-    return jnp.mean(jax.lax.map(one, (windows_BT, reference_BTV, seen_B)), 0)
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """KL and loss of states of the model on some windows."""
-
-    model: Model
-    windows_BT: jax.Array
-    reference_BTV: jax.Array
-
-    @classmethod
-    def on(cls, model: Model, windows: np.ndarray) -> "Scorer":
-        windows_BT = jnp.asarray(windows)
-        return cls(model, windows_BT, _reference(model.weights, windows_BT)[0])
-
-    def full(self) -> np.ndarray:
-        config = self.model.weights.config
-        return np.full((config.num_layers, config.num_experts, 2), self.model.max_bits, np.uint8)
-
-    def state(self, bits_LEU: np.ndarray) -> np.ndarray:
-        """Returns (KL, loss) with these bits."""
-        return np.asarray(_whole(self.model.at(bits_LEU), self.windows_BT, self.reference_BTV), np.float64)
-
-    def single_blocks(self, experts: np.ndarray) -> np.ndarray:
-        """Returns KL and loss, [L, experts, U, Q, 2], with one block at each width and all others at max bits."""
-        base, widths = self.model.at(self.full()), sorted(self.model.quantized)
-        seen_L = _reference(base, self.windows_BT)[1]
-        score_LEUQ2 = np.empty((len(seen_L), len(experts), 2, len(widths), 2))
-        score_LEUQ2[...] = self.state(self.full())
-        for layer, kind, (q, bits) in product(range(len(seen_L)), (GATE_UP, DOWN), enumerate(widths[:-1])):
-            for i, expert in enumerate(experts):
-                new = tuple(
-                    self.model.block(layer, expert, u, bits if u == kind else widths[-1]) for u in (GATE_UP, DOWN)
-                )
-                operands = (expert, new, self.windows_BT, self.reference_BTV, seen_L[layer])
-                score_LEUQ2[layer, i, kind, q] = _one_block(base, layer, *operands)
-        return score_LEUQ2
-
-
-# Predicting
 
 
 def sensitivities(model: Model, importances: list[dict]) -> dict[str, np.ndarray]:
@@ -284,7 +148,7 @@ def check_budgets(
     widths = range(manifest.min_bits, manifest.max_bits + 1)
     bytes_UQ = np.array([[layout.resident_bytes(b) for b in widths] for layout in manifest.layouts()], np.int64)
     num_blocks = scorer.full()[..., 0].size
-    _, loss = np.asarray(_whole(scorer.model.weights, scorer.windows_BT, scorer.reference_BTV), np.float64)
+    _, loss = scorer.score(scorer.model.weights)
     append_result(results, "unquantized", {"perplexity": round(float(np.exp(loss)), 4)})
     for bits in (4, 5):
         budget_bytes = num_blocks * int(bytes_UQ[:, bits - manifest.min_bits].sum())

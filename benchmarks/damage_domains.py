@@ -30,7 +30,7 @@ import damage_proxies as proxies
 import jax
 import jax.numpy as jnp
 import numpy as np
-from damage_check import Model, read_model
+from damage_model import Model, read_model
 from record import Results, append_result
 from scipy.stats import spearmanr
 
