@@ -251,13 +251,9 @@ def record(case: Case, model: Path, cache: Path, schedules: Path | None = None) 
     except UserError as error:
         return case.names | {"error": str(error)}
     schedule = result.schedule
-    if schedules is not None:
-        schedules.mkdir(parents=True, exist_ok=True)
-        name = "-".join((case.text.name, str(case.batch), str(case.memory_bytes), case.label)).replace(" ", "_")
-        write_schedule(schedules / f"{name}.json", schedule)
     kl_W = result.kl_WT.mean(axis=1)
     last = result.kl_WT[:, -(result.kl_WT.shape[1] // 4) :]
-    return case.names | {
+    row = case.names | {
         "perplexity": round(result.perplexity.perplexity, 5),
         "kl": float(f"{result.kl:.6g}"),
         "kl_last_quarter": float(f"{last.mean():.6g}"),
@@ -268,6 +264,11 @@ def record(case: Case, model: Path, cache: Path, schedules: Path | None = None) 
         "boundaries": sum(b.chunks > 0 for b in schedule.boundaries),
         "seconds": round(time.perf_counter() - started, 1),
     }
+    if schedules is not None:
+        schedules.mkdir(parents=True, exist_ok=True)
+        name = "-".join((case.text.name, str(case.batch), str(case.memory_bytes), case.label)).replace(" ", "_")
+        write_schedule(schedules / f"{name}.json", schedule, row)
+    return row
 
 
 def _pin(first_cores: Queue) -> None:

@@ -91,6 +91,7 @@ def test_evaluate_under_pressure_measures_divergence_and_saves_its_schedule(run_
     assert (result["mode"], result["batch"], result["windows"]) == ("dynamic", 2, 2)
     assert 0 < result["kl"] < 0.02
     assert result["peak_device_bytes"] <= result["budget_bytes"]
+    assert json.loads(schedule.read_text())["score"] == result
     saved = read_schedule(schedule)
     assert [boundary.chunks for boundary in saved.boundaries if boundary.chunks] == [2]
     assert saved.mean_bits == result["mean_bits"] == 6
@@ -109,7 +110,7 @@ def test_a_schedule_that_cannot_be_written_costs_no_score(run_cli, checkpoint, t
             assert (code, out, err.count("\n")) == (2, "", 1)
             assert f"{path}: " in err
 
-    def full(path, schedule):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(schedule_module, "write_schedule", full)

@@ -42,7 +42,9 @@ def add_verbs(verbs) -> None:
         "--batch", type=int, help=f"windows scored together (default 1 frozen, {PRESSURE_BATCH} dynamic)"
     )
     verb.add_argument("--reference", metavar="HF_DIR", type=Path, help="source folder: also measure KL divergence")
-    verb.add_argument("--schedule", metavar="FILE", type=Path, help="write each boundary's bits and memory as JSON")
+    verb.add_argument(
+        "--schedule", metavar="FILE", type=Path, help="write the score and each boundary's bits and memory as JSON"
+    )
     _add_common(verb)
 
 
@@ -150,7 +152,7 @@ def evaluate(args: argparse.Namespace) -> int:
             f"tokens; {_bits_line([boundary.mean_bits for boundary in schedule.boundaries], config.memory_bytes)}"
         )
     if args.schedule:
-        write_schedule(args.schedule, schedule)
+        write_schedule(args.schedule, schedule, result)
     return 0
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule of a score under pressure: every linear-block's bits at every boundary, and the memory they left.
 
-On disk it is JSON: the bits at the start, and for each boundary only the blocks that changed.
+On disk it is JSON: the score, the bits at the start, and for each boundary only the blocks that changed.
 """
 
 import json
@@ -93,12 +93,13 @@ def check_schedule(path: Path) -> None:
         raise UserError(f"{path}: a folder, a schedule is a file")
 
 
-def write_schedule(path: Path, schedule: Schedule) -> None:
-    """Writes the schedule as JSON, a boundary a line."""
+def write_schedule(path: Path, schedule: Schedule, score: dict) -> None:
+    """Writes the schedule as JSON, a boundary a line, with the figures ``score`` that were measured under it."""
     rows = ",\n".join(json.dumps(asdict(boundary)) for boundary in schedule.boundaries)
     initial = json.dumps(schedule.initial_LEU.tolist())
     Path(path).write_text(
-        f'{{"budget_bytes": {schedule.budget_bytes},\n"initial_LEU": {initial},\n"boundaries": [\n{rows}\n]}}\n',
+        f'{{"score": {json.dumps(score)},\n"budget_bytes": {schedule.budget_bytes},\n"initial_LEU": {initial},\n'
+        f'"boundaries": [\n{rows}\n]}}\n',
         encoding="utf-8",
     )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A schedule says which bits every block had at every boundary, and comes back from disk as it was."""
 
+import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,12 +54,13 @@ def test_means_count_scored_tokens(schedule):
 
 
 def test_a_schedule_comes_back_from_disk(schedule, tmp_path):
-    write_schedule(tmp_path / "schedule.json", schedule)
+    write_schedule(tmp_path / "schedule.json", schedule, {"perplexity": 12.5, "kl": None})
+    assert json.loads((tmp_path / "schedule.json").read_text())["score"] == {"perplexity": 12.5, "kl": None}
     read = read_schedule(tmp_path / "schedule.json")
     assert read.boundaries == schedule.boundaries
     assert read.budget_bytes == 40
     np.testing.assert_array_equal(read.bits(), schedule.bits())
-    assert len((tmp_path / "schedule.json").read_text().splitlines()) == len(EVENTS) + 4
+    assert len((tmp_path / "schedule.json").read_text().splitlines()) == len(EVENTS) + 5
 
 
 def test_a_change_from_bits_that_a_block_does_not_have_is_seen(schedule):
