@@ -32,7 +32,7 @@ from record import Results, append_result
 
 from pallas_kernels.moe_ffn import grouped, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
-from pallas_kernels.moe_ffn.grouped_order import make_tiles, order_columns
+from pallas_kernels.moe_ffn.grouped_order import make_tiles, order_inputs
 
 TOKENS, SETS, ROUNDS = 2048, 3, 3
 WIDTHS = 2, 3, 4, 5, 6, 7, 8
@@ -55,7 +55,7 @@ def calls_of(spec: MoESpec):
 
     def products(arena, frames, bits_EU, m_TD, weights_TK, tiles):
         pages = pages_of(spec, frames, bits_EU)
-        return grouped.products(arena, pages, tiles, order_columns(m_TD, spec.layouts[0]), spec.activation, config)[1]
+        return grouped.products(arena, pages, tiles, order_inputs(m_TD, spec.layouts[0]), spec.activation, config)[1]
 
     def tiles_of(ids_TK):
         return make_tiles(ids_TK.reshape(-1), spec.num_experts, config.tile)

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn.api import DEQUANTIZED_BYTES
 from pallas_kernels.moe_ffn.grouped_dequantize import dequantize
-from pallas_kernels.moe_ffn.grouped_order import CHUNK, Tiles, make_tiles, num_chunks, order_columns
+from pallas_kernels.moe_ffn.grouped_order import CHUNK, Tiles, make_tiles, num_chunks, order_columns, order_inputs
 from pallas_kernels.moe_ffn.grouped_products import looked_up_product, plain_product
 from pallas_kernels.moe_ffn.grouped_tile import Config
 from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS
@@ -154,7 +154,7 @@ def moe_ffn(
     num_experts = pages.bits_EU.shape[0]
     config = config or configure(m_TD.dtype, ids_TK.size / num_experts)
     tiles = make_tiles(ids_TK.reshape(-1), num_experts, config.tile, interpret)
-    x_TC = order_columns(m_TD, pages.gate_up)
+    x_TC = order_inputs(m_TD, pages.gate_up, interpret)
     h_PC, y_PD = products(arena_AW, pages, tiles, x_TC, activation, config, interpret)
     used_TK = ids_TK < num_experts
     y_TKD = jnp.where(used_TK[..., None], y_PD.reshape(*ids_TK.shape, -1), 0.0)

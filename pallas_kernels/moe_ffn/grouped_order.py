@@ -34,8 +34,11 @@ CHUNK = 32 * WORDS
 """Columns of a chunk."""
 
 SORT_WARPS = 8
-SORT_BLOCK = 4096
-"""Pairs that a sorting program looks at together."""
+SORT_BLOCK, TILE_BLOCK = 4096, 128
+"""Pairs that a sorting program looks at together, and tiles that it writes."""
+
+ORDER_WARPS = 4
+"""Of a program that puts a row's columns in order."""
 
 
 def whole_chunks(layout: BlockLayout) -> int:
@@ -71,6 +74,33 @@ def order_columns(x_XC: jax.Array | np.ndarray, layout: BlockLayout, fill=0) -> 
     return x.transpose(0, 1, 5, 3, 2, 4).reshape(rows, -1)
 
 
+def order_inputs(x_XC: jax.Array, layout: BlockLayout, interpret: bool = False) -> jax.Array:
+    """Returns ``order_columns`` of token rows, by a kernel where no chunk is shared: XLA's transposition is slow."""
+    if narrow_bands(layout):
+        return order_columns(x_XC, layout)
+
+    def kernel(x, out):
+        row, first = pl.program_id(0), 0
+        for width, tiles in layout.bands:
+            for _ in range(tiles):
+                column_C = first + jnp.arange(32 * width, dtype=jnp.int32)
+                x_C = x[row, column_C].reshape(4, 2, 4, width // WORDS, WORDS)  # n, half, s, chunk, q
+                out[row, column_C] = x_C.transpose(3, 2, 0, 4, 1).reshape(-1)
+                first += 32 * width
+
+    any_space = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid=(x_XC.shape[0],),
+        in_specs=[any_space],
+        out_specs=any_space,
+        out_shape=jax.ShapeDtypeStruct(x_XC.shape, x_XC.dtype),
+        compiler_params=CompilerParams(num_warps=ORDER_WARPS, num_stages=1),
+        interpret=interpret,
+        name="order_inputs",
+    )(x_XC)
+
+
 def loaded_rows(num_rows: int, num_warps: int) -> jax.Array:
     """Returns which of a program's R rows is loaded as r-th, int32[R]: thread 4 g + q of warp v loads row 8 v + g."""
     warps = min(num_warps, num_rows // 16)
@@ -98,7 +128,7 @@ class Tiles:
 
     Attributes:
       pairs_P: int32, the used pairs, those of an expert together and in their order; what follows them is undefined.
-      expert_N: int32, each tile's expert, E where there is no tile.
+      expert_N: int32, each tile's expert, E where there is no tile: between and behind the experts' there are such.
       first_N, count_N: int32, where the tile begins in ``pairs_P``, and how many pairs it holds.
       count_E: int32, how many pairs each expert has.
     """
@@ -110,15 +140,17 @@ class Tiles:
     count_E: jax.Array
 
 
-def sort_pairs(ids_P: jax.Array, num_experts: int, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (pairs_P, first_E, count_E): the pairs sorted by expert, and each expert's part of them.
+def make_tiles(ids_P: jax.Array, num_experts: int, tile: int, interpret: bool = False) -> Tiles:
+    """Returns the tiles of ``tile`` slots each; pairs with an id of E or more are in none.
 
-    One program per expert counts the pairs of those before it and ranks its own.
+    One program per expert counts the pairs of those before it, ranks its own and cuts them into tiles. Those begin at
+    tile (pairs before it) // ``tile`` + e: there is room for the tiles of the experts before, and nobody counts them.
     """
     num_pairs = ids_P.shape[0]
+    num_tiles = num_pairs // tile + num_experts
     block = min(pl.next_power_of_2(num_pairs), SORT_BLOCK)
 
-    def kernel(ids, pairs, first, count):
+    def kernel(ids, pairs, experts, firsts, counts, count_of):
         e = pl.program_id(0)
 
         def read(i):
@@ -138,29 +170,31 @@ def sort_pairs(ids_P: jax.Array, num_experts: int, interpret: bool = False) -> t
 
         blocks = pl.cdiv(num_pairs, block)
         start = lax.fori_loop(0, blocks, count_before, jnp.int32(0))
-        first[e] = start
-        count[e] = lax.fori_loop(0, blocks, rank, start) - start
+        end = lax.fori_loop(0, blocks, rank, start)
+        count_of[e] = end - start
+        first_tile = lax.div(start, jnp.int32(tile)) + e
+        end_tile = jnp.where(e < num_experts - 1, lax.div(end, jnp.int32(tile)) + e + 1, num_tiles)
 
-    any_space, ints_E = pl.BlockSpec(memory_space=pl.ANY), jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-    return pl.pallas_call(
+        def cut(i, _):
+            slot_Z = i * TILE_BLOCK + jnp.arange(TILE_BLOCK, dtype=jnp.int32)
+            first_Z, inside_Z = start + slot_Z * tile, first_tile + slot_Z < end_tile
+            place_Z = jnp.where(inside_Z, first_tile + slot_Z, num_tiles + slot_Z)
+            store(experts.at[place_Z], jnp.where(first_Z < end, e, num_experts), mask=inside_Z)
+            store(firsts.at[place_Z], first_Z, mask=inside_Z)
+            store(counts.at[place_Z], jnp.clip(end - first_Z, 0, tile), mask=inside_Z)
+
+        lax.fori_loop(0, lax.div(end_tile - first_tile + TILE_BLOCK - 1, jnp.int32(TILE_BLOCK)), cut, None)
+
+    any_space = pl.BlockSpec(memory_space=pl.ANY)
+    sizes = num_pairs, num_tiles, num_tiles, num_tiles, num_experts
+    arrays = pl.pallas_call(
         kernel,
         grid=(num_experts,),
         in_specs=[any_space],
-        out_specs=[any_space] * 3,
-        out_shape=[jax.ShapeDtypeStruct((num_pairs,), jnp.int32), ints_E, ints_E],
+        out_specs=[any_space] * len(sizes),
+        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes],
         compiler_params=CompilerParams(num_warps=SORT_WARPS, num_stages=1),
         interpret=interpret,
-        name="sort_pairs",
+        name="make_tiles",
     )(ids_P)
-
-
-def make_tiles(ids_P: jax.Array, num_experts: int, tile: int, interpret: bool = False) -> Tiles:
-    """Returns the tiles of ``tile`` slots each; pairs with an id of E or more are in none."""
-    pairs_P, first_E, count_E = sort_pairs(ids_P, num_experts, interpret)
-    tiles_E = -(-count_E // tile)
-    end_E = jnp.cumsum(tiles_E)
-    tile_N = jnp.arange(ids_P.shape[0] // tile + num_experts, dtype=jnp.int32)
-    expert_N = jnp.sum(end_E[None] <= tile_N[:, None], axis=1, dtype=jnp.int32)
-    e_N = jnp.minimum(expert_N, num_experts - 1)
-    slot_N = (tile_N - (end_E - tiles_E)[e_N]) * tile
-    return Tiles(pairs_P, expert_N, first_E[e_N] + slot_N, jnp.minimum(count_E[e_N] - slot_N, tile), count_E)
+    return Tiles(*arrays)

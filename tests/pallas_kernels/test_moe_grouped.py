@@ -15,7 +15,7 @@ from pallas_kernels.bitplane import BlockLayout, dequantize_pages
 from pallas_kernels.moe_ffn import api, grouped, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec, abstract_args
 from pallas_kernels.moe_ffn.grouped_dequantize import dequantize
-from pallas_kernels.moe_ffn.grouped_order import loaded_rows, make_tiles, order_columns, sort_pairs
+from pallas_kernels.moe_ffn.grouped_order import loaded_rows, make_tiles, order_columns, order_inputs
 from pallas_kernels.moe_ffn.grouped_weights import look_up_bytes, look_up_plainly, split_bytes
 from pallas_kernels.moe_ffn.pages import WeightPages
 
@@ -186,23 +186,39 @@ def test_all_tokens_on_one_expert_and_none_at_all(interpret):
             assert not any(np.asarray(a).any() for a in found)
 
 
+IDS = {
+    "mixed": np.random.default_rng(0).choice([0, 1, 2, 4, 4, 4, 5, 6, E], 5000).astype(np.int32),
+    "one expert": np.full(5000, 3, np.int32),
+    "nobody": np.full(300, E, np.int32),
+}
+
+
 @pytest.mark.parametrize("interpret", MODES)
-def test_pairs_are_sorted_by_expert_and_cut_into_tiles(interpret):
-    ids = np.random.default_rng(0).choice([0, 1, 2, 4, 4, 4, 5, 6, E], 5000).astype(np.int32)
-    pairs, first, count = jax.jit(partial(sort_pairs, num_experts=E, interpret=interpret))(ids)
-    expected = np.argsort(ids, kind="stable")
-    np.testing.assert_array_equal(count, np.bincount(ids, minlength=E + 1)[:E])
-    np.testing.assert_array_equal(first, np.searchsorted(ids[expected], np.arange(E)))
-    np.testing.assert_array_equal(pairs[: count.sum()], expected[: count.sum()])
+@pytest.mark.parametrize("name", IDS)
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles(name, interpret):
+    ids, expected = IDS[name], np.argsort(IDS[name], kind="stable")
     tiles = jax.jit(partial(make_tiles, num_experts=E, tile=16, interpret=interpret))(ids)
-    expert, first, count = (np.asarray(a) for a in (tiles.expert_N, tiles.first_N, tiles.count_N))
+    pairs, expert, first, count, count_E = (np.asarray(array) for array in jax.tree.leaves(tiles))
+    num_pairs = int((ids < E).sum())
+    np.testing.assert_array_equal(count_E, np.bincount(ids, minlength=E + 1)[:E])
+    np.testing.assert_array_equal(pairs[:num_pairs], expected[:num_pairs])
+    assert ((expert >= 0) & (expert <= E)).all()
     used = expert < E
-    assert not used[np.argmin(used) :].any()
     covered = [np.arange(f, f + c) for f, c in zip(first[used], count[used], strict=True)]
-    np.testing.assert_array_equal(np.concatenate(covered), np.arange((ids < E).sum()))
-    assert (count[used] <= 16).all()
+    np.testing.assert_array_equal(np.concatenate([[], *covered]), np.arange(num_pairs))
+    assert ((count[used] > 0) & (count[used] <= 16)).all()
     for e, f, c in zip(expert[used], first[used], count[used], strict=True):
         assert (ids[expected[f : f + c]] == e).all()
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize(("columns", "dtype"), [(160, "float32"), (1408, "bfloat16"), (2048, "bfloat16")])
+def test_inputs_are_put_in_order(columns, dtype, interpret):
+    layout = BlockLayout(32, columns, False, 2, 8, 2048)
+    x_XC = jnp.asarray(np.random.default_rng(0).standard_normal((3, columns)), dtype)
+    found = jax.jit(partial(order_inputs, layout=layout, interpret=interpret))(x_XC)
+    np.testing.assert_array_equal(found, order_columns(x_XC, layout))
+    assert (found[:, :columns] != x_XC).any()  # negative control
 
 
 @pytest.mark.parametrize("columns", [96, 160, 704, 1408, 2048, 2816])
