@@ -16,6 +16,7 @@ from pagedweight_jax.planning.policy import Policy
 from pagedweight_jax.planning.signals import request_weights
 from pagedweight_jax.serving import engine as engine_module
 from pagedweight_jax.serving import steps
+from pagedweight_jax.serving.calls import collect, dispatch
 from pagedweight_jax.serving.engine import Engine
 from pagedweight_jax.serving.request import SamplingParams
 from pagedweight_jax.serving.trace import ExpertTrace, routing_sums, row_sums, sums_bytes
@@ -219,6 +220,30 @@ def assert_signals(signals, expected):
         np.testing.assert_allclose(getattr(signals, name), expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
     tokens_per_layer = expected["count_LE"].sum(axis=1) / 2
     np.testing.assert_allclose(signals.tokens, tokens_per_layer, rtol=1e-6)
+
+
+def test_what_a_call_showed_is_read_one_boundary_later_behind_the_next_calls(engine, serve, monkeypatch):
+    started, read, order = [], [], []
+
+    def dispatching(*args, **more):
+        state, calls = dispatch(*args, **more)
+        started.append(calls)
+        order.append("start")
+        return state, calls
+
+    def collecting(calls, half_life_tokens):
+        read.append(calls)
+        order.append("read")
+        return collect(calls, half_life_tokens)
+
+    monkeypatch.setattr(engine_module, "dispatch", dispatching)
+    monkeypatch.setattr(engine_module, "collect", collecting)
+    serve((tuple(range(1, 31)), SamplingParams(max_tokens=12, ignore_eos=True)))
+    assert order == ["start", "read"] * len(started)
+    assert read[0] == ()
+    assert all(now is before for now, before in zip(read[1:], started[:-1], strict=True))
+    assert all(call.sums is not None for calls in started for call in calls)
+    assert sum(map(len, started)) >= 4
 
 
 def test_a_request_gathers_what_its_own_tokens_showed(engine, tiny, serve):
