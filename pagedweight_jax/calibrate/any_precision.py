@@ -26,8 +26,8 @@ from pagedweight_jax.calibrate.rows_jax import JaxRows
 from pagedweight_jax.calibrate.rows_numpy import NumpyRows
 from pagedweight_jax.errors import UserError
 
-CHUNK_ROWS = 128
-"""Rows that a processor clusters at once: their tables stay in its caches."""
+CHUNK_ROWS, CHUNK_WEIGHTS = 128, 1 << 18
+"""What a processor clusters at once, at most: the tables stay in its caches."""
 
 FLOOR = 1e-6
 """Least importance of a column, as a share of its expert's mean."""
@@ -53,6 +53,12 @@ class AnyPrecision:
     @property
     def max_bits(self) -> int:
         return max(self.luts)
+
+
+def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
+    """Returns a linear-block's rows, as many at a time as a processor takes at once."""
+    step = max(1, min(CHUNK_ROWS, CHUNK_WEIGHTS // num_columns))
+    return [slice(n, n + step) for n in range(0, num_rows, step)]
 
 
 def positive_importance(importance_EC: np.ndarray) -> np.ndarray:
@@ -120,7 +126,7 @@ def quantize_on_host(
     E, N, C = w_ENC.shape
     codes_ENC, finite_EN = np.zeros((E, N, C), np.uint8), np.ones((E, N), bool)
     luts = {bits: np.zeros((E, N, 2**bits), np.float16) for bits in range(min_bits, max_bits + 1)}
-    chunks = iter([(e, slice(n, n + CHUNK_ROWS)) for e in range(E) for n in range(0, N, CHUNK_ROWS)])
+    chunks = iter([(e, chunk) for e in range(E) for chunk in row_chunks(N, C)])
 
     @np.errstate(over="ignore")
     def work() -> None:

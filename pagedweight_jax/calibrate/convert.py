@@ -10,7 +10,7 @@ import numpy as np
 
 from pagedweight_jax.calibrate.hidden import HiddenStates
 from pagedweight_jax.calibrate.layer import convert_layer
-from pagedweight_jax.calibrate.memory import experts_on_device, give_back
+from pagedweight_jax.calibrate.memory import experts_on_device, give_back, map_large_arrays
 from pagedweight_jax.calibrate.prepare import MIN_TOKENS, Job, Report, check_disk, costs, prepare
 from pagedweight_jax.calibrate.stopwatch import Stopwatch
 from pagedweight_jax.calibrate.sweep import fisher_rows, sweep
@@ -48,6 +48,7 @@ def run(
       UserError: a weight or an activation is not finite, the disk is full, or ``out`` exists.
     """
     watch = watch or Stopwatch()
+    map_large_arrays()
     check_disk(job, costs(job).disk_bytes)
     with open_draft(job.out, job.inputs, job.overwrite, report) as draft:
         _convert_layers(draft, job, progress, watch)

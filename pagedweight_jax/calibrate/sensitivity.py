@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedweight_jax.calibrate.any_precision import CHUNK_ROWS, AnyPrecision, positive_importance
+from pagedweight_jax.calibrate.any_precision import AnyPrecision, positive_importance, row_chunks
 from pagedweight_jax.calibrate.clusters import Array
 
 
@@ -43,8 +43,7 @@ def sensitivity(
 
     def measure(e: int) -> list[np.ndarray]:
         error_Q = np.zeros(len(luts))
-        for n in range(0, w_ENC.shape[1], CHUNK_ROWS):  # its tables stay in a processor's caches
-            chunk = slice(n, n + CHUNK_ROWS)
+        for chunk in row_chunks(*w_ENC.shape[1:]):
             lut_of = [lut_ENK[e, chunk] for lut_ENK in luts]
             w_RC = np.asarray(w_ENC[e, chunk], np.float32)
             error_Q += _errors(np, w_RC, h_EC[e], f_EN[e, chunk], ap.codes_ENC[e, chunk], lut_of, shifts)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pagedweight_jax.calibrate import any_precision
 from pagedweight_jax.calibrate.any_precision import (
     CHUNK_ROWS,
     dequantize,
@@ -18,6 +19,7 @@ from pagedweight_jax.calibrate.any_precision import (
     quantize,
     quantize_on_device,
     quantize_on_host,
+    row_chunks,
 )
 from pagedweight_jax.calibrate.sensitivity import sensitivity
 from pagedweight_jax.errors import UserError
@@ -170,6 +172,23 @@ def test_blocks_do_not_depend_on_their_neighbours():
         np.testing.assert_array_equal(alone.codes_ENC[0], ap.codes_ENC[e])
         for bits in range(3, 6):
             np.testing.assert_array_equal(alone.luts[bits][0], ap.luts[bits][e])
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1, 128), (2048, 128), (2049, 127), (14336, 18), (1 << 20, 1)])
+def test_wide_blocks_are_clustered_fewer_rows_at_a_time(columns, rows):
+    chunks = row_chunks(300, columns)
+    assert chunks[0] == slice(0, rows)
+    assert [n for chunk in chunks for n in range(300)[chunk]] == list(range(300))
+
+
+def test_rows_clustered_together_do_not_matter(monkeypatch):
+    w_ENC, h_EC = random_blocks(E=2, N=40, C=96)
+    together = quantize_on_host(w_ENC, h_EC, 3, 6)[0]
+    monkeypatch.setattr(any_precision, "CHUNK_WEIGHTS", 7 * 96)
+    apart = quantize_on_host(w_ENC, h_EC, 3, 6)[0]
+    np.testing.assert_array_equal(together.codes_ENC, apart.codes_ENC)
+    for bits in range(3, 7):
+        np.testing.assert_array_equal(together.luts[bits], apart.luts[bits])
 
 
 @pytest.mark.parametrize(("interleaved", "frame_words"), [(False, 128), (True, 256)])

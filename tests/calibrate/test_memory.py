@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts go to a GPU piece by piece and arrive whole."""
+"""Experts go to a GPU piece by piece and arrive whole; what was freed does not stay."""
 
+import os
+import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -32,3 +36,41 @@ def test_memory_is_given_back_where_the_c_library_can(monkeypatch):
     assert trimmed == []
     memory.give_back()
     assert trimmed == [0]
+
+
+KEPT = """
+import ctypes, sys, threading
+import numpy as np
+from pagedweight_jax.calibrate.memory import give_back, map_large_arrays
+
+def anonymous_bytes():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+if sys.argv[1] == "mapped":
+    map_large_arrays()
+np.ones(31 << 20, np.uint8)  # freed, it teaches glibc that arrays of its size come and go
+before, together = anonymous_bytes(), threading.Barrier(16)
+
+def work():
+    together.wait()
+    held = np.ones(21 << 20, np.uint8)
+    together.wait()
+
+threads = [threading.Thread(target=work) for _ in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+give_back()
+print(anonymous_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+@pytest.mark.parametrize("allocator", ["mapped", "as it is"])
+def test_no_thread_keeps_what_large_arrays_had(allocator):
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=64", "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", KEPT, allocator], env=environment, capture_output=True, text=True)
+    kept_bytes = int(ran.stdout)
+    assert kept_bytes < 8 << 20 if allocator == "mapped" else kept_bytes > 100 << 20
