@@ -16,6 +16,12 @@ KINDS = ("gate_up", "down")
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights are computed in, and what the KV cache holds."""
 
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, Integral) or value < least:
+        raise UserError(f"{name} must be a whole number, at least {least}, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder's architecture, independent of the names a family gives its fields. Hashable: it is static under jit.
@@ -90,15 +96,12 @@ class PlannerConfig:
     page_movement: bool = True
 
     def __post_init__(self):
-        if not 0 <= self.low_watermark_blocks <= self.high_watermark_blocks:
+        for name in ("low_watermark_blocks", "high_watermark_blocks", "hysteresis_boundaries", "max_reload_bytes"):
+            _check_whole(f"planner: {name}", getattr(self, name), least=0)
+        if not self.low_watermark_blocks <= self.high_watermark_blocks:
             raise UserError(
-                f"planner watermarks: need 0 <= low <= high free KV blocks, got low {self.low_watermark_blocks}, "
+                f"planner watermarks: need low <= high free KV blocks, got low {self.low_watermark_blocks}, "
                 f"high {self.high_watermark_blocks}"
-            )
-        if self.hysteresis_boundaries < 0 or self.max_reload_bytes < 0:
-            raise UserError(
-                f"planner: hysteresis boundaries and reload bytes must not be negative, got "
-                f"{self.hysteresis_boundaries} and {self.max_reload_bytes}"
             )
 
 
@@ -137,15 +140,14 @@ class ServeConfig:
 
     def __post_init__(self):
         for name in ("memory_bytes", "max_num_seqs", "max_model_len", "prefill_chunk_tokens", "steps_per_call"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
-                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}")
+            _check_whole(name, getattr(self, name), least=1)
         options = (("dtype", (*DTYPES, None)), ("kv_dtype", DTYPES), ("implementation", (*IMPLEMENTATIONS, None)))
         for name, choices in options:
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
-        if self.kv_tokens is not None and self.kv_tokens < 0:
-            raise UserError(f"kv_tokens must not be negative, got {self.kv_tokens}")
+        for name, least in (("bits", 1), ("kv_tokens", 0)):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), least)
         if self.mode not in ("dynamic", "frozen", "replay"):
             raise UserError(f"mode must be dynamic, frozen or replay, got {self.mode!r}")
         if self.bits is not None and self.mode != "frozen":

@@ -9,9 +9,23 @@ from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.config import ServeConfig
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.serving.engine import Engine
+from pagedweight_jax.serving.interrupts import interrupts_held
 from pagedweight_jax.serving.request import Request, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Returns the token ids of ``text``, with what the tokenizer adds to a whole one.
+
+    Raises:
+      UserError: it holds surrogates, such as Python makes of bytes on the command line that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"a prompt must be text: character {error.start} is {text[error.start]!a}") from error
+    return tokenizer.encode(text)
 
 
 class LLM:
@@ -55,6 +69,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns one output per prompt, in their order. All prompts are checked before the first one runs.
 
+        Ctrl-C ends it between two steps; what was asked for is cancelled, and the engine serves on.
+
         Args:
           prompts: texts, or token ids.
           params: for all prompts, or one for each.
@@ -67,24 +83,32 @@ class LLM:
             raise UserError(f"prompts must be a list, got one text of {len(prompts)} characters")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise UserError(f"params must be SamplingParams, or a list of them, got {params!r}")
         if len(params) != len(prompts):
             raise UserError(f"got {len(prompts)} prompts and {len(params)} sampling parameters")
         requests: list[Request] = []
-        try:
-            for place, (prompt, one) in enumerate(zip(prompts, params)):
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                try:
-                    requests.append(self.engine.add_request(tokens, one))
-                except UserError as error:
-                    raise UserError(f"prompt {place}: {error}") from error
-            while self.engine.has_work:
-                self.engine.step()
-                on_step(self)
-        finally:  # an error or an interrupt leaves nothing behind; what has ended is past cancelling
-            for request in requests:
-                self.engine.cancel(request)
+        with interrupts_held() as let_interrupts_through:
+            try:
+                for place, (prompt, one) in enumerate(zip(prompts, params)):
+                    requests.append(self._add_request(place, prompt, one))
+                    let_interrupts_through()
+                while self.engine.has_work:
+                    self.engine.step()
+                    on_step(self)
+                    let_interrupts_through()
+            finally:  # an error or an interrupt leaves nothing behind; what has ended is past cancelling
+                for request in requests:
+                    self.engine.cancel(request)
         text_of = self.tokenizer.decode if any(isinstance(prompt, str) for prompt in prompts) else None
         return [self._output(request, text_of) for request in requests]
+
+    def _add_request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
+        tokenizer = self.tokenizer if isinstance(prompt, str) else None
+        try:
+            return self.engine.add_request(encode(tokenizer, prompt) if tokenizer else prompt, params)
+        except UserError as error:
+            raise UserError(f"prompt {place}: {error}") from error
 
     def close(self) -> None:
         """Ends the engine's thread."""

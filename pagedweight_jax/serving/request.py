@@ -3,8 +3,9 @@
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 import numpy as np
@@ -33,15 +34,17 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed must lie in 0..2^32-1, got {self.seed}")
+        if not isinstance(self.max_tokens, Integral) or self.max_tokens < 1:
+            raise UserError(f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}")
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature!r}")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must be a whole number in 0..2^32-1, got {self.seed!r}")
+        if not isinstance(self.stop_token_ids, Collection):
+            raise UserError(f"stop_token_ids must be a list of tokens, got {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
-            if not 0 <= token < 2**31:
-                raise UserError(f"stop tokens must lie in 0..2^31-1, got {token}")
+            if not isinstance(token, Integral) or not 0 <= token < 2**31:
+                raise UserError(f"stop tokens must be whole numbers in 0..2^31-1, got {token!r}")
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Returns every token that ends the request.

@@ -103,7 +103,7 @@ def test_hysteresis_ends_after_its_boundaries(planning):
 def test_bad_switches_are_refused():
     with pytest.raises(UserError, match="low 3, high 2"):
         PlannerConfig(low_watermark_blocks=3, high_watermark_blocks=2)
-    with pytest.raises(UserError, match="must not be negative, got -1 and 5"):
+    with pytest.raises(UserError, match="hysteresis_boundaries must be a whole number, at least 0, got -1"):
         PlannerConfig(hysteresis_boundaries=-1, max_reload_bytes=5)
 
 

@@ -285,19 +285,27 @@ def test_bad_options_are_refused():
         replace(CONFIG, steps_per_call=0)
     with pytest.raises(UserError, match=r"memory_bytes must be a whole number, at least 1, got 48000000\.0"):
         replace(CONFIG, memory_bytes=48e6)
-    with pytest.raises(UserError, match="kv_tokens must not be negative, got -1"):
+    with pytest.raises(UserError, match="kv_tokens must be a whole number, at least 0, got -1"):
         replace(CONFIG, kv_tokens=-1)
     with pytest.raises(UserError, match="kv_dtype must be one of float32, bfloat16, float16, got 'int8'"):
         replace(CONFIG, kv_dtype="int8")
     with pytest.raises(UserError, match="dtype must be one of float32, bfloat16, float16, None, got 'int32'"):
         replace(CONFIG, dtype="int32")
-    for temperature in (-0.5, float("nan"), float("inf")):
-        with pytest.raises(UserError, match=f"temperature must be 0 .greedy. or a positive number, got {temperature}"):
+    for temperature in (-0.5, float("nan"), float("inf"), "hot"):
+        with pytest.raises(UserError, match=f"must be 0 .greedy. or a positive number, got {temperature!r}"):
             SamplingParams(temperature=temperature)
-    with pytest.raises(UserError, match="max_tokens must be at least 1"):
-        SamplingParams(max_tokens=0)
-    with pytest.raises(UserError, match="seed must lie"):
-        SamplingParams(seed=-1)
-    for token in (-1, 2**31):
-        with pytest.raises(UserError, match=rf"stop tokens must lie in 0\.\.2\^31-1, got {token}"):
+    with pytest.raises(UserError, match=r"bits must be a whole number, at least 1, got 4\.5"):
+        replace(CONFIG, mode="frozen", bits=4.5)
+    with pytest.raises(UserError, match="low_watermark_blocks must be a whole number, at least 0, got '8'"):
+        PlannerConfig(low_watermark_blocks="8")
+    for max_tokens in (0, 2.5, "3"):
+        with pytest.raises(UserError, match=f"max_tokens must be a whole number, at least 1, got {max_tokens!r}"):
+            SamplingParams(max_tokens=max_tokens)
+    for seed in (-1, 1.5):
+        with pytest.raises(UserError, match=rf"seed must be a whole number in 0\.\.2\^32-1, got {seed}"):
+            SamplingParams(seed=seed)
+    for token in (-1, 2**31, 2.5):
+        with pytest.raises(UserError, match=rf"stop tokens must be whole numbers in 0\.\.2\^31-1, got {token}"):
             SamplingParams(stop_token_ids=[7, token])
+    with pytest.raises(UserError, match="stop_token_ids must be a list of tokens, got 5"):
+        SamplingParams(stop_token_ids=5)

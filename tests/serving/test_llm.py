@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline generation: outputs in order, mistakes in one line, and nothing left behind by a run that ends early."""
 
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 
 from pagedweight_jax.errors import UserError
-from pagedweight_jax.serving.llm import LLM
+from pagedweight_jax.serving.interrupts import interrupts_held
+from pagedweight_jax.serving.llm import LLM, encode
 from pagedweight_jax.serving.request import SamplingParams
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -40,6 +46,8 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
         ([(1, 2), (3,) * 93], FOUR, "prompt 1: a prompt of 93 tokens and 4 to generate make 97, max_model_len is 96"),
         ([(1, 2), "Once"], FOUR, "{path}: no tokenizer (none of tokenizer.json, vocab.json, tokenizer.model)"),
         ([(1, 2)], [FOUR, FOUR], "got 1 prompts and 2 sampling parameters"),
+        ([(1, 2)], None, "params must be SamplingParams, or a list of them, got None"),
+        ([(1, 2)], [None], "params must be SamplingParams, or a list of them, got [None]"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_request(llm, prompts, params, message):
@@ -47,6 +55,83 @@ def test_a_mistake_is_one_line_and_leaves_no_request(llm, prompts, params, messa
         llm.generate(prompts, params)
     assert str(error.value) == message.format(path=llm.path)
     assert not llm.engine.has_work
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_refused():
+    with pytest.raises(UserError, match=r"a prompt must be text: character 2 is '\\udcff'"):
+        encode(None, "ab\udcff")
+
+
+@contextmanager
+def interrupted(llm, monkeypatch):
+    """Ctrl-C in the middle of the third step: its decode call has run, and its state is not kept yet."""
+    engine, calls = llm.engine, []
+    decode = engine.programs.decode
+
+    def pressed(*args):
+        result = decode(*args)
+        calls.append(None)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "programs", replace(engine.programs, decode=pressed))
+        yield calls
+
+
+MANY = ([(1, 2, 3)] * 9, SamplingParams(max_tokens=80, ignore_eos=True))
+
+
+def test_ctrl_c_ends_a_run_between_two_steps_and_the_engine_serves_on(llm, monkeypatch):
+    before = llm.generate([(1, 2, 3)], FOUR)
+    with interrupted(llm, monkeypatch) as calls, pytest.raises(KeyboardInterrupt):
+        llm.generate(*MANY)
+    assert len(calls) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not llm.engine.has_work
+    assert llm.generate([(1, 2, 3)], FOUR) == before
+    llm.engine.check_invariants()
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    ended = []
+
+    def step_without_end():
+        with interrupts_held():
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+                ended.append(False)
+
+    with pytest.raises(KeyboardInterrupt):
+        step_without_end()
+    assert ended == [False]
+
+
+def test_ctrl_c_is_not_lost_at_the_end_and_other_handlers_stay():
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+    seen, before = [], signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
+    try:
+        with interrupts_held() as let_through:
+            signal.raise_signal(signal.SIGINT)
+            assert not seen
+            let_through()
+            let_through()
+            assert seen == ["theirs"]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupts_held():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_may_generate(llm):
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate([(1, 2, 3)], FOUR)))
+    thread.start()
+    thread.join()
+    assert outputs == llm.generate([(1, 2, 3)], FOUR)
 
 
 def test_an_interrupt_leaves_no_request(llm):
