@@ -61,6 +61,8 @@ def _read_file(path: Path) -> str:
     try:
         with OPENERS.get(packing, open)(path, "rt", encoding="utf-8") as file:
             text = file.read()
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({type(error).__name__})") from error
     return BETWEEN.join(_documents(path, text)) if path.name.endswith(f".jsonl{packing}") else text

@@ -90,6 +90,9 @@ def open_source(folder: Path, config: ModelConfig, report: Callable[[str], None]
     files, paths = _open_tensors(folder)
     shapes = abstract_weights(config)
     arrays = named_leaves(shapes)
+    for path, leaf in arrays.items():  # before as many names as a senseless config.json asks for are made
+        if (count := _num_parts(config, files, path, leaf.shape)) > len(files):
+            raise UserError(f"{folder}: config.json asks for {count} tensors in {path}, the files hold {len(files)}")
     expected = dict(part for path, leaf in arrays.items() for part in parts(config, files, path, leaf.shape))
     skipped = set()
     for pattern, reason in _skip_rules(config).items():
@@ -168,6 +171,13 @@ def _locate(config: ModelConfig, path: str) -> tuple[TensorSource, str]:
     match = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", path)
     key = path if match[1] is None else f"layers.{match[2]}"
     return FAMILIES[config.family].tensors[key], match[1]
+
+
+def _num_parts(config: ModelConfig, files: Container[str], path: str, shape: tuple[int, ...]) -> int:
+    """Returns how many ``parts`` there are."""
+    entry, layer = _locate(config, path)
+    fused = entry.fused and entry.fused.format(layer=layer) in files
+    return shape[0] * len(entry.names) if entry.form == "per_expert" and not fused else 1
 
 
 def parts(

@@ -164,7 +164,9 @@ def from_json(text: str) -> PagedManifest:
                 f"{MANIFEST}: {key} {found} is not supported, this version reads {supported}; convert again"
             )
     try:
-        fields["config"] = ModelConfig(**_tuples(fields["config"]))
+        config = fields["config"] = ModelConfig(**_tuples(fields["config"]))
+        if not config.num_layers == len(config.sparse_layers) == len(config.windows):
+            raise ValueError(f"{config.num_layers} layers, of which {len(config.sparse_layers)} are described")
         fields["calibration"] = CalibrationRun(**fields["calibration"])
         fields["arrays"] = {name: ArrayInfo(**_tuples(info)) for name, info in fields["arrays"].items()}
         manifest = PagedManifest(**fields)

@@ -91,6 +91,9 @@ QWEN2_MOE = Family(
 
 FAMILIES = {"qwen2_moe": QWEN2_MOE}
 
+MAX_LAYERS = 1000
+"""More are a mistake, or meant to take all memory."""
+
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """Returns the architecture that a parsed config.json describes.
@@ -111,6 +114,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def _qwen2_moe(raw: dict[str, Any]) -> ModelConfig:
     num_layers = _int(raw, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise UserError(f"field 'num_hidden_layers' is {num_layers}, more than {MAX_LAYERS} are taken for a mistake")
     num_heads = _int(raw, "num_attention_heads")
     num_kv_heads = _int(raw, "num_key_value_heads", num_heads)
     hidden_size = _int(raw, "hidden_size")

@@ -90,6 +90,11 @@ def test_a_damaged_file_is_named(write, name, damage):
         read_text(path)
 
 
+def test_a_text_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"a\.txt: no such file"):
+        read_text(tmp_path / "a.txt")
+
+
 def test_zst_without_its_package_says_what_to_install(write, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UserError, match=r"a\.zst: to read \.zst, pip install zstandard"):

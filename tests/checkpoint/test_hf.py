@@ -131,6 +131,11 @@ def test_a_configuration_of_other_depth_is_refused(single, edit_json, error_of):
     assert "left over 26 tensors (model.layers.2." in error_of(single)
 
 
+def test_a_senseless_number_of_experts_is_refused_at_once(single, edit_json, error_of):
+    edit_json(single / "config.json", lambda raw: raw.update(num_experts=10**12))
+    assert "config.json asks for 2000000000000 tensors in layers.0.mlp.experts.gate_up_ENC" in error_of(single)
+
+
 @pytest.mark.parametrize("name", [EXPERT, EMBED, "model.layers.0.mlp.shared_expert_gate.weight"])
 def test_a_wrong_shape_names_tensor_found_and_expected(name, single, saved, edit, error_of):
     shape = saved[1][name].shape

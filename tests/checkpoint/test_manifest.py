@@ -42,6 +42,7 @@ def test_an_edit_that_changes_nothing_is_accepted(copy):
         (lambda f: f["arrays"]["dense/norm_D"].update(crc32=7), "array dense/norm_D is damaged"),
         (lambda f: f["config"].pop("num_experts"), r"malformed \(TypeError.*num_experts"),
         (lambda f: f["config"].update(num_layers="two"), "malformed"),
+        (lambda f: f["config"].update(num_layers=10**12), "malformed.*1000000000000 layers, of which"),
         (lambda f: f["config"].update(moe_intermediate_size=64), r"array pages/0/gate_up/0 is uint32"),
         (lambda f: f["config"].update(rms_norm=1), r"malformed \(TypeError.*rms_norm"),
         (lambda f: f.update(max_bits=9), r"bits 2\.\.9"),

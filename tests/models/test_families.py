@@ -85,6 +85,7 @@ def test_optional_fields():
         ({"hidden_size": "64"}, "field 'hidden_size' must be a positive integer, got '64'"),
         ({"num_experts": True}, "field 'num_experts' must be a positive integer, got True"),
         ({"vocab_size": 0}, "field 'vocab_size' must be a positive integer, got 0"),
+        ({"num_hidden_layers": 10**12}, "field 'num_hidden_layers' is 1000000000000, more than 1000 are taken for"),
         ({"decoder_sparse_step": 0}, "field 'decoder_sparse_step' must be a positive integer, got 0"),
         ({"rms_norm_eps": -1e-6}, "field 'rms_norm_eps' must be a positive number, got -1e-06"),
         ({"rope_theta": float("nan")}, "field 'rope_theta' must be a positive number, got nan"),
