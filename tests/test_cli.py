@@ -189,6 +189,36 @@ def test_mistakes_are_one_line_and_exit_code_2(run_cli, hf_folder, converted, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ((), "the following arguments are required: VERB (pagedweight --help)"),
+        (("inspect",), "the following arguments are required: OUT (pagedweight inspect --help)"),
+        (("generate", "x", "--prompt", "hi", "--seed", "x"), "argument --seed: invalid int value: 'x' (pagedweight"),
+        (("inspect", "x", "--jsno"), "unrecognized arguments: --jsno (pagedweight --help)"),
+    ],
+)
+def test_wrong_arguments_are_one_line_too(run_cli, argv, line):
+    assert refused(run_cli(*argv)).startswith(f"pagedweight: {line}")
+
+
+def test_versions_are_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert not end.value.code
+    assert re.fullmatch(r"pagedweight \d+\.\d+\.\d+, JAX \d+\.\d+\.\d+, Python 3\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_leaves_is_no_error(converted, options):
+    command = [sys.executable, "-m", "pagedweight_jax.cli", "inspect", str(converted), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
 def test_a_missing_file_is_one_line_too(run_cli, monkeypatch):
     def missing(args):
         Path("/nowhere/at/all").read_text()

@@ -2,6 +2,7 @@
 """The verbs that run a checkpoint: text and numbers on stdout, mistakes in one line."""
 
 import json
+import re
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,11 +12,13 @@ from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.tokenizer import load_tokenizer
 from pagedweight_jax.cli import main, serving
 from pagedweight_jax.config import ServeConfig
+from pagedweight_jax.errors import UserError
 from pagedweight_jax.evaluate import pressure
 from pagedweight_jax.evaluate import schedule as schedule_module
 from pagedweight_jax.evaluate.perplexity import perplexity, score_dense, split_windows
 from pagedweight_jax.evaluate.schedule import read_schedule
 from pagedweight_jax.serving import engine as engine_module
+from pagedweight_jax.serving import llm as llm_module
 from pagedweight_jax.serving.events import EventLog
 
 TEXT = "the rain in spain stays mainly in the plain, " * 12
@@ -41,7 +44,73 @@ def test_generate_continues_every_prompt(run_cli, checkpoint):
     for output in outputs:
         assert output["finish_reason"] in ("stop", "length")
         assert 1 <= len(output["token_ids"]) <= 9
-    assert "mean bits 6.00, budget" in err
+    memory, summary = err.splitlines()
+    assert re.match(r"budget [\d.]+ MiB: dense weights .*; arena: weight pages and KV cache .*; pages on the", memory)
+    assert "mean bits 6.00, budget" in summary
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "message"),
+    [
+        (("the rain", ""), 9, "prompt 1: there is no token in ''"),
+        (("the rain",), 505, "prompt 0: its 8 tokens and 505 to generate make 513, the model's context is 512 tokens"),
+        (("a\udcff",), 9, r"prompt 0: a prompt must be text: character 1 is '\udcff'"),
+        (("the rain",), 0, "max_tokens must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_prompts_are_refused_before_anything_takes_time(run_cli, checkpoint, monkeypatch, prompts, max_tokens, message):
+    monkeypatch.setattr(llm_module, "Engine", lambda *_, **__: pytest.fail("an engine was built"))
+    options = [option for prompt in prompts for option in ("--prompt", prompt)]
+    code, out, err = run_cli("generate", checkpoint, *options, "--max-tokens", max_tokens)
+    assert (code, out, err) == (2, "", f"pagedweight: {message}\n")
+
+
+@pytest.fixture
+def configs(monkeypatch):
+    """The configurations that ``generate`` would have served; it ends there."""
+    seen = []
+
+    def refuse(path, config, progress):
+        seen.append(config)
+        raise UserError("enough seen")
+
+    monkeypatch.setattr(llm_module, "LLM", refuse)
+    return seen
+
+
+def test_generate_makes_room_for_the_longest_prompt(run_cli, checkpoint, configs, monkeypatch):
+    monkeypatch.setattr(ServeConfig, "max_model_len", 64)  # the context that is taken where prompts are short
+    for prompt in ("short", "long" * 20):
+        run_cli("generate", checkpoint, "--prompt", prompt, "--prompt", "short", "--max-tokens", 20)
+    assert [config.max_model_len for config in configs] == [64, 100]
+
+
+class Device:
+    """A device that says how much memory it has."""
+
+    platform, device_kind = "cpu", "pretended"
+
+    def __init__(self, limit_bytes):
+        self.limit_bytes = limit_bytes
+
+    def memory_stats(self):
+        return None if self.limit_bytes is None else {"bytes_limit": self.limit_bytes, "bytes_in_use": 5}
+
+
+def test_a_budget_fits_the_device(run_cli, checkpoint, configs, monkeypatch):
+    def budget(limit_bytes, *options):
+        monkeypatch.setattr("jax.devices", lambda *_: [Device(limit_bytes)])
+        err = run_cli("generate", checkpoint, "--prompt", "short", *options)[2]
+        return configs.pop().memory_bytes if "enough seen" in err else err
+
+    whole = budget(None)
+    assert budget(10 * whole) == whole
+    assert budget(whole // 2) == int(0.95 * (whole // 2))
+    assert budget(1 << 30, "--memory", "50%") == 1 << 29
+    assert budget(1 << 30, "--memory", "48MiB") == 48 << 20
+    assert "memory 50%: a cpu does not say how much it has; give bytes" in budget(None, "--memory", "50%")
+    assert "a share lies above 0% and up to 100%" in budget(1 << 30, "--memory", "101%")
+
 
 
 def test_progress_counts_all_tokens_however_few_events_the_engine_keeps(run_cli, checkpoint, monkeypatch):

@@ -15,6 +15,11 @@ def tree_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def device_memory_bytes(device: jax.Device) -> int | None:
+    """Returns the device memory that JAX may take, None where it does not say: a CPU's."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
     """What the device holds, in bytes. ``arena`` is what the rest of the budget leaves, in whole frames.

@@ -26,7 +26,7 @@ from pagedweight_jax.planning.planner import bits_range, initial_bits, lowest_bi
 from pagedweight_jax.planning.queue import resident_bytes
 from pagedweight_jax.serving import steps
 from pagedweight_jax.serving.implementation import choose_implementation
-from pagedweight_jax.serving.ledger import Ledger, plan_ledger, tree_bytes
+from pagedweight_jax.serving.ledger import Ledger, device_memory_bytes, plan_ledger, tree_bytes
 from pagedweight_jax.serving.programs import Programs, compile_programs
 from pagedweight_jax.serving.staging import Staging, plan_staging
 from pagedweight_jax.serving.state import DecodeState, Geometry, init_state, make_geometry
@@ -85,11 +85,18 @@ def load(
       calibration: what the planner works from; None for the checkpoint's own.
 
     Raises:
-      UserError: the budget is too small, an option does not suit the model, or the checkpoint is damaged.
+      UserError: the budget is too small or larger than the device, an option does not suit the model, or the
+        checkpoint is damaged.
     """
     device = device or jax.devices()[0]
     model = checkpoint.manifest.config
     _check(checkpoint.manifest, config)
+    limit_bytes = device_memory_bytes(device)
+    if limit_bytes is not None and config.memory_bytes > limit_bytes:
+        raise UserError(
+            f"a budget of {format_size(config.memory_bytes)} exceeds the {format_size(limit_bytes)} that JAX may take "
+            f"of the {device.device_kind} (XLA_PYTHON_CLIENT_MEM_FRACTION says which share)"
+        )
     config = dataclasses.replace(config, implementation=choose_implementation(config.implementation, model, device))
     layouts = checkpoint.manifest.layouts()
     shapes = _shapes(checkpoint.manifest, config, device)

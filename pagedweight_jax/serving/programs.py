@@ -92,13 +92,17 @@ def compile_programs(
     pages = product(range(len(KINDS)), range(geometry.gate_up.min_bits, geometry.gate_up.max_bits))
     lowered |= {place: partial(land, *place) for place in pages}
     progress("compile", 0, len(lowered))
+    options = {"decode": steps.COMPILER_OPTIONS}
     with ThreadPoolExecutor() as pool:  # compiling needs no interpreter, lowering does
-        options = {"decode": steps.COMPILER_OPTIONS}
-        compiling = {name: pool.submit(lower().compile, options.get(name)) for name, lower in lowered.items()}
-        compiled = {}
-        for name, program in compiling.items():
-            compiled[name] = program.result()
-            progress("compile", len(compiled), len(lowered))
+        try:
+            compiling = {name: pool.submit(lower().compile, options.get(name)) for name, lower in lowered.items()}
+            compiled = {}
+            for name, program in compiling.items():
+                compiled[name] = program.result()
+                progress("compile", len(compiled), len(lowered))
+        except BaseException:  # after an error or Ctrl-C nobody wants the others
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     landing = {name: program for name, program in compiled.items() if isinstance(name, tuple)}
     compiled = {name: program for name, program in compiled.items() if isinstance(name, str)}
     return Programs(**compiled, land=landing)

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -253,6 +254,12 @@ def test_bad_requests_are_refused_and_leave_nothing(engines, prompt, params, mes
 def test_bad_configurations_are_refused(tiny, changes, message):
     with pytest.raises(UserError, match=message):
         Engine(tiny.checkpoint, replace(CONFIG, **changes))
+
+
+def test_a_budget_beyond_the_device_is_refused(tiny):
+    device = SimpleNamespace(device_kind="H200", memory_stats=lambda: {"bytes_limit": AMPLE_BYTES - 1})
+    with pytest.raises(UserError, match=r"a budget of 6\.00 MiB exceeds the 6\.00 MiB that JAX may take of the H200"):
+        Engine(tiny.checkpoint, CONFIG, device)
 
 
 def test_a_budget_is_refused_for_what_the_policy_lets_the_experts_give_way(tiny):
