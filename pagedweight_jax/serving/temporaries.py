@@ -23,8 +23,7 @@ def estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Ser
     block_values = max(layout.rows * layout.columns for layout in (geometry.gate_up, geometry.down))
     weights_bytes = 2 * 4 * block_values
     if config.implementation == "triton" and chunk_tokens > DECODE_TOKENS:
-        block_bytes = jnp.dtype(dtype).itemsize * block_values
-        weights_bytes = min(model.num_experts * block_bytes, max(DEQUANTIZED_BYTES, block_bytes))
+        weights_bytes = _dequantized_bytes(model, geometry, jnp.dtype(dtype).itemsize * block_values)
     split_values = SPLIT_TOKENS * model.num_kv_heads * model.head_dim
     # Per token: scores of a split, queries and outputs, four residual widths; or gate, up and their product.
     attention_values = 4 * model.num_heads * (SPLIT_TOKENS + model.head_dim) + 4 * model.hidden_size
@@ -39,3 +38,12 @@ def estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Ser
         4 * rows * (attention_values + 4 * split_values + model.vocab_size),
         4 * 6 * max(chunk_tokens, rows * config.steps_per_call) * trace_values,
     )
+
+
+def _dequantized_bytes(model: ModelConfig, geometry: Geometry, block_bytes: int) -> int:
+    """Returns what a chunk's kernels hold of dequantized blocks at a time: none where all are narrow."""
+    from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS  # JAX may be without Triton: only when it is used
+
+    if geometry.gate_up.max_bits <= LOOKED_UP_BITS:
+        return 0
+    return min(model.num_experts * block_bytes, max(DEQUANTIZED_BYTES, block_bytes))
