@@ -17,9 +17,15 @@ from pagedweight_jax.calibrate.fisher import CHUNK_TOKENS
 from pagedweight_jax.calibrate.layer import BATCH_SEQUENCES
 from pagedweight_jax.calibrate.text import choose_sequences, read_text, tokenize
 from pagedweight_jax.checkpoint import hf
-from pagedweight_jax.checkpoint.draft import check_output, nearest_folder
+from pagedweight_jax.checkpoint.draft import ARRAY_BYTES, check_output, nearest_folder
 from pagedweight_jax.checkpoint.layout import choose_frame_bytes
-from pagedweight_jax.checkpoint.manifest import FORMAT_VERSION, IMPORTANCES, CalibrationRun, PagedManifest
+from pagedweight_jax.checkpoint.manifest import (
+    FORMAT_VERSION,
+    IMPORTANCES,
+    CalibrationRun,
+    PagedManifest,
+    expected_arrays,
+)
 from pagedweight_jax.checkpoint.paged import partial_folder
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import without_experts
@@ -197,6 +203,7 @@ def costs(job: Job) -> Costs:
     top_bytes = 2 * outer_bytes + head_bytes  # once more to transpose, to save and to differentiate
     program_bytes = GPU_PROGRAM_BYTES if on_gpu else PROGRAM_BYTES
     scratch_bytes = hidden_bytes * (config.num_layers + 3 if with_fisher else 3)
+    files_bytes = ARRAY_BYTES * len(expected_arrays(job.manifest))  # what small arrays take beside their values
     return Costs(
         read_bytes=_nbytes(shapes) * (3 if with_fisher else 1),
         pages_bytes=pages_bytes,
@@ -204,7 +211,7 @@ def costs(job: Job) -> Costs:
         hidden_bytes=hidden_bytes,
         hidden_in_memory=in_memory,
         layer_bytes=layer_bytes,
-        disk_bytes=pages_bytes + dense_bytes + scratch_bytes,
+        disk_bytes=pages_bytes + dense_bytes + files_bytes + scratch_bytes,
         ram_bytes=program_bytes + max(running_bytes, quantizing_bytes, top_bytes) + in_memory * hidden_bytes,
         device_bytes=on_gpu * device_bytes,
     )

@@ -255,7 +255,8 @@ def open_draft(
       report: gets one line if a draft is there already.
 
     Raises:
-      UserError: ``out`` cannot be written or exists, another process writes it, or the disk is full.
+      UserError: ``out`` cannot be written or exists, another process writes it, or a file cannot be read or written:
+        the disk is full, a limit is reached.
     """
     out = Path(out).absolute()
     check_output(out, overwrite)
@@ -276,11 +277,13 @@ def open_draft(
             _write(draft.folder / "inputs.json", json.dumps(inputs))
             yield draft
         except Exception as error:
-            if not _is_full(error):
+            full = _is_full(error)
+            if not full and not isinstance(error, OSError):
                 raise
             steps = len(draft.steps())
             kept = f"{steps} finished steps are kept in {draft.folder.name}, run the same command again"
-            raise UserError(f"{out}: no space left on the disk; {kept if steps else 'nothing was written'}") from error
+            why = "no space left on the disk" if full else str(error)
+            raise UserError(f"{out}: {why}; {kept if steps else 'nothing was written'}") from error
         finally:
             if draft.folder.exists() and not draft.steps():
                 shutil.rmtree(draft.folder)

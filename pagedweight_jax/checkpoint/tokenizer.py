@@ -23,6 +23,5 @@ def load_tokenizer(folder: Path):
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the parsers raise many kinds, plain Exception among them; all mean damaged files
-        first_line = str(error).strip().partition("\n")[0][:100]
-        why = f"{type(error).__name__}: {first_line}"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{folder}: no tokenizer that can be loaded ({why})") from error

@@ -243,7 +243,7 @@ def test_a_text_must_be_there_and_be_text(folder, tmp_path):
     (folder / "text" / "calibration.txt").unlink()
     with pytest.raises(UserError, match="no calibration text: give one with --text"):
         convert(folder, tmp_path / "out", report=silent, **SMALL)
-    with pytest.raises(UserError, match=r"nowhere\.txt: cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.txt: no such file"):
         convert(folder, tmp_path / "out", text=tmp_path / "nowhere.txt", report=silent, **SMALL)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="binary: cannot be read as UTF-8"):

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -118,8 +119,10 @@ def test_finished_layers_are_not_done_again(hf_folder, whole, tmp_path, monkeypa
     assert (out / "manifest.json").read_bytes() == whole[0]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_a_computed_layer_is_kept_when_the_next_cannot_be_read(hf_folder, whole, tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "seen"), [(OSError(errno.EIO, "Input/output error"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_computed_layer_is_kept_when_the_next_cannot_be_read(hf_folder, whole, tmp_path, monkeypatch, error, seen):
     out, read_layer = tmp_path / "out", conversion.hf.read_layer
 
     def failing(source, layer):
@@ -129,8 +132,10 @@ def test_a_computed_layer_is_kept_when_the_next_cannot_be_read(hf_folder, whole,
 
     with monkeypatch.context() as patch:
         patch.setattr(conversion.hf, "read_layer", failing)
-        with pytest.raises(type(error)):
+        with pytest.raises(seen) as raised:
             convert(hf_folder, out, report=silent, **SMALL)
+    if seen is UserError:
+        assert re.search(r"out: .*Input/output error; 2 finished steps are kept in out\.partial", str(raised.value))
     assert sorted(path.stem for path in (tmp_path / "out.partial" / "steps").iterdir()) == ["layer-0000", "outer"]
     assert interrupted(monkeypatch, hf_folder, out, None, None, report=silent) == [1]
     assert (out / "manifest.json").read_bytes() == whole[0]
@@ -198,6 +203,15 @@ def test_a_disk_without_room_for_a_layer_is_noticed_before_it_is_written(hf_fold
             convert(hf_folder, out, report=silent, **SMALL)
     assert "Traceback" not in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_limit_on_files_names_the_checkpoint(hf_folder, tmp_path, monkeypatch):
+    def limited(self, layer):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(HiddenStates, "write", limited)
+    with pytest.raises(UserError, match=r"out: \[Errno \d+\] File too large; nothing was written$"):
+        convert(hf_folder, tmp_path / "out", report=silent, **SMALL)
 
 
 def test_two_conversions_do_not_write_the_same_place(hf_folder, tmp_path):

@@ -12,10 +12,11 @@ from pagedweight_jax.calibrate.fisher import layer_gradient, layer_output, row_w
 from pagedweight_jax.calibrate.prepare import costs, prepare
 from pagedweight_jax.calibrate.sensitivity import sensitivity
 from pagedweight_jax.calibrate.sequences import read_blocks
+from pagedweight_jax.checkpoint.draft import ARRAY_BYTES
 from pagedweight_jax.checkpoint.hf import load_config, load_weights
 from pagedweight_jax.checkpoint.paged import open_checkpoint, verify
 from pagedweight_jax.checkpoint.summary import summarize
-from pagedweight_jax.config import DOWN, GATE_UP
+from pagedweight_jax.config import DOWN, GATE_UP, KINDS
 from pagedweight_jax.errors import UserError
 from pallas_kernels.bitplane import dequantize_pages
 
@@ -136,7 +137,7 @@ def test_another_importance_is_another_conversion(folder, options, plain, tmp_pa
     dear = costs(prepare(folder, tmp_path / "out", importance="fisher", **options))
     cheap = costs(prepare(folder, tmp_path / "out", **options))
     assert dear.read_bytes == 3 * cheap.read_bytes
-    assert dear.disk_bytes - cheap.disk_bytes == 3 * cheap.hidden_bytes
+    assert dear.disk_bytes - cheap.disk_bytes == 3 * cheap.hidden_bytes + len(KINDS) * ARRAY_BYTES
     assert open_checkpoint(plain.path).manifest.calibration.importance == "inputs"
 
 
