@@ -7,7 +7,7 @@
 An action (i, b -> b') is measured by two states: every other block has max bits, block i has b or b' bits. Only the
 layers behind the block run again. A bundle lowers a random set of blocks together. KL is that of the unquantized
 model's next-token distribution to the state's, in nats per token, on held-out text. The proxies know calibration text
-only (``damage_proxies``). Float32 throughout.
+only (``damage_proxies``). Float32 throughout. What routing and prompts add to them is measured in ``damage_domains``.
 """
 
 import argparse
