@@ -28,6 +28,7 @@ from pagedweight_jax.serving.loading import budget_bytes
 from pagedweight_jax.serving.request import SamplingParams
 from pagedweight_jax.serving.staging import plan_staging
 from pagedweight_jax.units import format_size
+from pallas_kernels.cases import relative_error
 from pallas_kernels.implementation import IMPLEMENTATIONS
 
 GIB = 1 << 30
@@ -89,7 +90,7 @@ def compare_with_cpu(device, implementation):
         "blocks_by_bits": dict(zip(*(x.tolist() for x in np.unique(bits_LEU, return_counts=True)))),
         "tokens_equal": equal,
         "tokens_total": sum(len(p) for p in a),
-        "logprob_relative_error": float(np.linalg.norm(la - lb) / np.linalg.norm(lb)),
+        "logprob_relative_error": relative_error(la, lb),
     }
 
 

@@ -38,6 +38,7 @@ from record import environment
 
 from pallas_kernels._triton import CompilerParams
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
+from pallas_kernels.cases import relative_error
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
 
 UNROLL = 8
@@ -194,11 +195,6 @@ def abstract_inputs(case: Case, num_frames: int):
         shape((rounds, pairs), jnp.int32),
         shape((case.tokens if case.kind == 0 else pairs, case.layout.columns), jnp.float32),
     )
-
-
-def relative_error(out, reference) -> float:
-    out, reference = np.asarray(out, np.float64), np.asarray(reference, np.float64)
-    return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
 
 
 def median_us(run, args, calls: int, repetitions: int) -> float:
