@@ -210,6 +210,7 @@ class PageMover:
 
     def _let_go(self) -> None:
         """What the last ``poll`` returned counts no longer. The caller holds the condition."""
-        self._staged_bytes -= self._returned_bytes
-        self._returned_bytes = 0
-        self._changed.notify_all()
+        if self._returned_bytes:  # else nobody is woken: the thread would take the interpreter at every boundary
+            self._staged_bytes -= self._returned_bytes
+            self._returned_bytes = 0
+            self._changed.notify_all()
