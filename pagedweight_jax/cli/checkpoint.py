@@ -4,6 +4,7 @@
 import argparse
 import re
 import resource
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -70,6 +71,7 @@ def convert(args: argparse.Namespace) -> int:
     from pagedweight_jax.calibrate.convert import run
     from pagedweight_jax.calibrate.prepare import costs, device_peak_bytes, prepare
     from pagedweight_jax.calibrate.stopwatch import Stopwatch
+    from pagedweight_jax.checkpoint.draft import nearest_folder
 
     watch = Stopwatch()
     with progress_bars() as (progress, report):
@@ -88,7 +90,8 @@ def convert(args: argparse.Namespace) -> int:
         )
         expected = asdict(costs(job))
         if args.dry_run:
-            print_costs(expected, args.json)
+            free_bytes = shutil.disk_usage(nearest_folder(args.out)).free
+            print_costs(expected | {"disk_free_bytes": free_bytes}, args.json)
             return 0
         checkpoint = run(job, progress=progress, report=report, watch=watch)
         expected["seconds"], expected["device_peak_bytes"] = watch.seconds, device_peak_bytes()
@@ -116,7 +119,7 @@ def print_costs(costs: dict, as_json: bool) -> None:
         "reads": f"{format_size(costs['read_bytes'])} of weights, a layer of up to "
         f"{format_size(costs['layer_bytes'])} at a time",
         "writes": f"{format_size(costs['pages_bytes'])} of pages, {format_size(costs['dense_bytes'])} of dense weights",
-        "disk": f"up to {format_size(costs['disk_bytes'])}",
+        "disk": f"up to {format_size(costs['disk_bytes'])}; {format_size(costs['disk_free_bytes'])} free",
         "memory": f"about {format_size(costs['ram_bytes'])}; {hidden}",
         "device": f"about {format_size(costs['device_bytes'])}" if costs["device_bytes"] else "no GPU: all on the host",
     }
