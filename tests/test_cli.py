@@ -159,6 +159,12 @@ def test_verify_finds_nothing_wrong_or_says_what_is(run_cli, converted, tmp_path
     assert code == 2
     assert json.loads(out) == {"path": str(copy), "ok": False, "problems": err.splitlines()}
 
+    shutil.rmtree(copy / "arrays" / "pages")
+    code, out, err = run_cli("verify", copy, "--json")
+    *shown, rest = err.splitlines()
+    problems = json.loads(out)["problems"]
+    assert (code, shown, rest) == (2, problems[:20], f"and {len(problems) - 20} more; --json lists all")
+
 
 def test_verify_recomputes_errors_from_the_source(run_cli, hf_folder, converted):
     code, out, err = run_cli("verify", converted, "--source", hf_folder, "--json")

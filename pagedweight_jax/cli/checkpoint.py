@@ -16,6 +16,9 @@ from pagedweight_jax.cli.common import print_json, progress_bars, titled_table
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.units import format_count, format_size, parse_size
 
+SHOWN_PROBLEMS = 20
+"""A folder that is gone is a problem for each of its files."""
+
 
 def add_verbs(verbs) -> None:
     """Adds ``convert``, ``inspect`` and ``verify`` to the sub-parsers ``verbs``."""
@@ -153,8 +156,10 @@ def verify(args: argparse.Namespace) -> int:
                 f"{args.source}: its weights; the errors of {result['blocks']} linear-blocks are the stored "
                 f"sensitivities to {result['worst_relative_difference']:.1g}"
             )
-    for problem in problems:
+    for problem in problems[:SHOWN_PROBLEMS]:
         print(problem, file=sys.stderr)
+    if len(problems) > SHOWN_PROBLEMS:
+        print(f"and {len(problems) - SHOWN_PROBLEMS} more; --json lists all", file=sys.stderr)
     return 2 if problems else 0
 
 
