@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixed-precision MoE feed-forward of few tokens: Pallas-Triton kernels that read weight pages in place.
 
-Up to ``SUMMED_BITS`` no weight is looked up. A LUT of 2^b entries a row makes a product with W_b a sum over codes::
+Up to 5 bits no weight is looked up. A LUT of 2^b entries a row makes a product with W_b a sum over codes::
 
       y_n  =  sum_k LUT[n, k] S_nk             S_nk  =  sum of x_c over the columns c whose code is k
 
@@ -37,8 +37,9 @@ from pallas_kernels.tuning import tuned
 KERNEL = "moe_ffn"
 """Its name in the table of block sizes."""
 
-SUMMED_BITS = 5
-"""The largest bitwidth that is summed by code; look-up costs the same for all, sums double with every bit."""
+SUMMED_BITS = 4, 5
+"""Up to which bitwidths codes are summed, each by a part of the kernel of its own: what the second needs to read planes
+again would cost the first 15 %. Beyond, look-up costs the same for all, where sums double with every bit."""
 
 PAIRS_AT_ONCE = 2
 """That share the look-up of a weight, where tokens share experts."""
@@ -156,7 +157,6 @@ def linear_block(
 
         def run(bits, first):
             """The program's pairs: its own, or those of its expert from the first on."""
-            most = min(layout.max_bits, SUMMED_BITS)
             block = partial(Block, layout, num_warps, arena, frames, e, bits, program * ROWS)
 
             def each(at_once, shared, products):
@@ -174,16 +174,18 @@ def linear_block(
                 start = first if together else jnp.where(next_pair(-1) == slot, slot, num_pairs)
                 lax.while_loop(lambda pair: pair < num_pairs, body, start)
 
-            if layout.min_bits <= SUMMED_BITS:
+            def sums(most):
+                summed = block(most)
+                lut_place = summed.lut_place(summed.row_V1)
+                chunks = load_chunks(summed, 0, steps) if steps <= config.chunks else None
+                each(1, together, partial(by_code_sums, summed, lut_place, chunks))
 
-                @pl.when(bits <= SUMMED_BITS)
-                def _():
-                    summed = block(most)
-                    lut_place = summed.lut_place(summed.row_V1)
-                    chunks = load_chunks(summed, 0, steps) if steps <= config.chunks else None
-                    each(1, together, partial(by_code_sums, summed, lut_place, chunks))
+            least = layout.min_bits
+            for most in SUMMED_BITS:
+                if least <= min(layout.max_bits, most):
+                    pl.when((bits >= least) & (bits <= most))(partial(sums, min(layout.max_bits, most)))
+                    least = most + 1
 
-            least = max(layout.min_bits, SUMMED_BITS + 1)
             for field_bits in FIELD_BITS:
                 if least <= min(layout.max_bits, field_bits):
                     products = partial(by_look_up, block(layout.max_bits), field_bits)
