@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen configurations: the model's, the pages', the planner's and the server's. No defaults are read elsewhere."""
+"""Frozen configurations: the model's, the pages', the planner's and the server's. All defaults are here."""
 
 from dataclasses import dataclass
 from numbers import Integral

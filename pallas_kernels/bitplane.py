@@ -45,7 +45,8 @@ LAYOUT_VERSION = 1
 
 MAX_TILE_WORDS = 64
 """Long runs pay. On an H200 a 4-bit gate_up of Qwen1.5-MoE (four experts) took 20.7 us with runs of 64 words, 27.1 us
-with 16; its down took 21.9 us in bands of 32, 8 and 4 words, 29.0 us in equal tiles of 4 (benchmarks/README.md)."""
+with 16; its down took 21.9 us in bands of 32, 8 and 4 words, 29.0 us in equal tiles of 4. That was a kernel that looks
+every code up (benchmarks/README.md)."""
 
 TILE_ROWS = 16
 """Kernels address single rows, so R only bounds the rows of a program and, with T, the smallest frame."""

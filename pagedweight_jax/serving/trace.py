@@ -44,11 +44,6 @@ class ExpertTrace:
     h_square_TLK: jax.Array
 
     @classmethod
-    def of_layers(cls, layers: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]) -> "ExpertTrace":
-        """Returns the trace of L layers' (ids_TK, weights_TK, x_TD, h_square_TK), as for ``pack_layers``."""
-        return cls.of_packed(pack_layers(layers, [0] * len(layers), 2**30))
-
-    @classmethod
     def of_packed(cls, packed: jax.Array) -> "ExpertTrace":
         """Returns the trace of a result of ``pack_layers``, with whatever axes it has in front."""
         ids_TLK, weights_TLK, h_square_TLK, residual_square_TL = unpack_trace(packed)
