@@ -21,42 +21,24 @@ from pallas_kernels.frames import api as frames
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.arg_specs import SPECS, AttentionSpec, abstract_args
 
-KERNELS = ("attend", "combine", "write_kv", "rotate_and_write_kv", "gather_frames", "scatter_frames")
+KERNELS = ("attend", "attend_decode", "combine", "write_kv", "rotate_and_write_kv", "gather_frames", "scatter_frames")
 SHAPES = (16, 1, 4096), (4, 1, 32768), (1, 2048, 4096), (1, 128, 8192)
 """Rows, queries of each, and tokens that a row may have."""
 
 
 def attention_step(spec: AttentionSpec, rows: int, tokens: int, context: int, dtype: str):
-    """Returns (f, its abstract arguments): two KV writes and attention of one layer, the arena first."""
-    layout, shape = spec.layout(dtype), jax.ShapeDtypeStruct
+    """Returns (f, its abstract arguments): a KV write and then new tokens through one layer, the arena first."""
+    layout, shape, which = spec.layout(dtype), jax.ShapeDtypeStruct, {"implementation": "triton"}
     arena, q, positions, table = abstract_args(spec, rows, tokens, context, NUM_FRAMES, dtype)
 
     def step(arena, q, positions, table, cos, sin, k, v, frames_TF, slots_T):
-        arena = api.write_kv(arena, frames_TF, slots_T, v, k, layout, implementation="triton")
-        arena, q_THM = api.rotate_and_write_kv(
-            arena,
-            frames_TF,
-            slots_T,
-            cos,
-            sin,
-            q.reshape(-1, *q.shape[2:]),
-            k,
-            v,
-            layout,
-            implementation="triton",
-        )
-        out = api.paged_attention(
-            arena,
-            q_THM.reshape(q.shape),
-            positions,
-            table,
-            layout,
-            scale=spec.score_scale,
-            window=spec.window,
-            dtype=q.dtype,
-            implementation="triton",
-        )
-        return arena, out
+        cut = {"scale": spec.score_scale, "window": spec.window, "dtype": q.dtype} | which
+        arena = api.write_kv(arena, frames_TF, slots_T, v, k, layout, **which)
+        q_THM = q.reshape(-1, *q.shape[2:])
+        if tokens == 1:
+            return api.decode_attention(arena, q_THM, k, v, cos, sin, positions[:, 0], table, layout, **cut)
+        arena, q_THM = api.rotate_and_write_kv(arena, frames_TF, slots_T, cos, sin, q_THM, k, v, layout, **which)
+        return arena, api.paged_attention(arena, q_THM.reshape(q.shape), positions, table, layout, **cut)
 
     kv = shape((rows * tokens, spec.num_kv_heads, spec.head_dim), dtype)
     frames_TF = shape((rows * tokens, layout.layer_frames), jnp.int32)

@@ -16,6 +16,7 @@ from pallas_kernels.frames import reference as frames_reference
 from pallas_kernels.paged_attention import pallas_triton, reference
 from pallas_kernels.paged_attention.arg_specs import SPECS, AttentionSpec
 from pallas_kernels.paged_attention.pallas_triton_attend import Config
+from pallas_kernels.paged_attention.pallas_triton_decode import DecodeConfig
 
 ON_GPU = jax.devices()[0].platform == "gpu"
 INTERPRET = not ON_GPU
@@ -77,8 +78,14 @@ def places(num_frames: int, shape: tuple[int, ...], sets: int, seed: int = 0) ->
     return [jnp.asarray(np.roll(order, -i * count)[:count].reshape(shape).astype(np.int32)) for i in range(sets)]
 
 
+def seen_keys(spec: AttentionSpec, context: int, tokens: int) -> np.ndarray:
+    """Returns how many keys each of the last ``tokens`` queries of a context sees."""
+    keys = context - tokens + 1 + np.arange(tokens)
+    return np.minimum(keys, spec.window) if spec.window else keys
+
+
 def attention_job(
-    arenas, spec: AttentionSpec, rows: int, tokens: int, context: int, how: str, config: Config | None = None
+    arenas, spec: AttentionSpec, rows: int, tokens: int, context: int, config: Config | None = None
 ) -> Job:
     """Returns the job of ``tokens`` queries for each of ``rows`` rows, the last of them at the end of ``context``."""
     layout = spec.layout()
@@ -89,13 +96,11 @@ def attention_job(
     args = spec.score_scale, spec.window, 0.0
 
     def call(arena, q, positions, table):
-        if how == "xla":
-            return reference.paged_attention(arena, q, positions, table, layout, *args, q.dtype)
         return pallas_triton.paged_attention(
             arena, q, positions, table, layout, *args, q.dtype, config=config, interpret=INTERPRET
         )
 
-    calls = (SETS if how == "xla" else 5 * UNROLL) if ON_GPU else SETS
+    calls = 5 * UNROLL if ON_GPU else SETS
     unroll = min(UNROLL, calls)
 
     def run(arena, q, positions, *tables):
@@ -111,20 +116,65 @@ def attention_job(
     def define(arena, q, positions, table):
         return reference.paged_attention(arena, q, positions, table, layout, *args)
 
-    seen = context - tokens + 1 + np.arange(tokens)
     keys = min(context, spec.window + tokens - 1) if spec.window else context
-    seen = np.minimum(seen, spec.window) if spec.window else seen
     return Job(
-        what="decode" if tokens == 1 else "prefill",
+        what="prefill",
         shape=f"{spec.name} {rows} x {tokens} of {context}",
-        how=how if how == "xla" else shown(config),
+        how=shown(config),
         run=run,
         args=(q, positions, *tables),
         frame_words=spec.frame_words,
         calls=calls,
         moved_bytes=rows * keys * spec.num_kv_heads * spec.head_dim * 4,
-        flops=4 * rows * spec.num_heads * spec.head_dim * int(seen.sum()),
-        pair=(call, define) if config is None and how != "xla" else None,
+        flops=4 * rows * spec.num_heads * spec.head_dim * int(seen_keys(spec, context, tokens).sum()),
+        pair=(call, define) if config is None else None,
+    )
+
+
+def decode_job(
+    arenas, spec: AttentionSpec, rows: int, context: int, how: str, config: DecodeConfig | None = None
+) -> Job:
+    """Returns the job of one new token at the end of ``context`` for each of ``rows`` rows, rope and KV write too."""
+    layout, arena = spec.layout(), arenas[spec.frame_words]
+    tables = places(arena.shape[0], (rows, context // layout.block_tokens, layout.layer_frames), SETS)
+    positions = jnp.full(rows, context - 1, jnp.int32)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (rows, heads, spec.head_dim), jnp.bfloat16)
+        for i, heads in enumerate((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    )
+    cos, sin = (jnp.full((rows, spec.head_dim // 2), x, jnp.float32) for x in (0.6, 0.8))
+    module = reference if how == "xla" else pallas_triton
+    options = {} if how == "xla" else {"config": config, "interpret": INTERPRET}
+
+    def step(module, arena, q, positions, table, **options):
+        args = q, k, v, cos, sin, positions, table, layout, spec.score_scale, spec.window, 0.0, q.dtype
+        return module.decode_attention(arena, *args, **options)
+
+    calls = (SETS if how == "xla" else 5 * UNROLL) if ON_GPU else SETS
+    unroll = min(UNROLL, calls)
+
+    def run(arena, q, positions, *tables):
+        traced = jax.jit(partial(step, module, **options))
+
+        def body(_, carry):
+            for i in range(unroll):
+                carry = traced(*carry, positions, tables[i % SETS])
+            return carry
+
+        return lax.fori_loop(0, calls // unroll, body, (arena, q))
+
+    both = (lambda *args: step(module, *args, **options)[1]), (lambda *args: step(reference, *args)[1])
+    return Job(
+        what="decode",
+        shape=f"{spec.name} {rows} of {context}",
+        how=how if how == "xla" else shown(config),
+        run=run,
+        args=(q, positions, *tables),
+        frame_words=spec.frame_words,
+        donates=True,
+        calls=calls,
+        moved_bytes=rows * int(seen_keys(spec, context, 1)[0]) * spec.num_kv_heads * spec.head_dim * 4,
+        pair=both if config is None and how != "xla" else None,
     )
 
 
@@ -229,15 +279,15 @@ def make_jobs(arenas, sweep: bool) -> list[Job]:
     found = [copy_job()]
     rows, context = (16, 4096) if ON_GPU else (1, 64)
     chunk = 2048 if ON_GPU else 32
-    attention = partial(attention_job, arenas)
+    attention, decode = partial(attention_job, arenas), partial(decode_job, arenas)
     for spec in SPECS.values():
-        found.append(attention(spec, rows, 1, context, "triton"))
-        found.append(attention(spec, 1, chunk, chunk, "triton"))
+        found.append(decode(spec, rows, context, "triton"))
+        found.append(attention(spec, 1, chunk, chunk))
     qwen = SPECS["qwen1.5-moe"]
     if ON_GPU:
-        found += [attention(qwen, b, 1, 2048, "triton") for b in (1, 4, 16)]
-        found += [attention(qwen, 1, t, c, "triton") for t, c in ((128, 2048), (128, 8192), (512, 8192), (2048, 8192))]
-        found += [attention(qwen, rows, 1, context, "xla")]
+        found += [decode(qwen, b, 2048, "triton") for b in (1, 4, 16)]
+        found += [attention(qwen, 1, t, c) for t, c in ((128, 2048), (128, 8192), (512, 8192), (2048, 8192))]
+        found += [decode(qwen, rows, context, "xla")]
     for tokens, rotates, how in itertools.product((16, 2048) if ON_GPU else (4,), (False, True), ("triton", "xla")):
         found.append(write_job(arenas, qwen, tokens, rotates, how))
     moved_bytes = 256 << 20 if ON_GPU else 1 << 16
@@ -252,12 +302,12 @@ def sweep_jobs(arenas, rows: int, context: int, chunk: int, moved_bytes: int) ->
     for spec in SPECS.values():
         widest = 2**13 // spec.head_dim
         tiles = [t for t in (widest // 2, widest, 2 * widest) if t >= 16]
-        for tile, warps, stages in itertools.product(tiles, (2, 4, 8), (2, 3, 4)):
-            config = Config(rows=16, tile_tokens=tile, split_tokens=256, num_warps=warps, num_stages=stages)
-            found.append(attention_job(arenas, spec, rows, 1, context, "triton", config))
+        for tile, warps, flying in itertools.product(tiles, (2, 4, 8), (1, 2, 3)):
+            config = DecodeConfig(tile_tokens=tile, num_warps=warps, tiles_in_flight=flying)
+            found.append(decode_job(arenas, spec, rows, context, "triton", config))
         for many, tile, warps, stages in itertools.product((64, 128), tiles, (4, 8), (2, 3)):
             config = Config(rows=many, tile_tokens=tile, split_tokens=chunk, num_warps=warps, num_stages=stages)
-            found.append(attention_job(arenas, spec, 1, chunk, chunk, "triton", config))
+            found.append(attention_job(arenas, spec, 1, chunk, chunk, config))
     for frame_words, words, warps in itertools.product((4096, 2048), (1024, 2048, 4096), (2, 4, 8)):
         if words <= frame_words:
             config = frames_triton.Config(words=words, num_warps=warps)

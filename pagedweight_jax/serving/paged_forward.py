@@ -19,7 +19,7 @@ from pagedweight_jax.serving.trace import pack_layers
 from pallas_kernels.dense.api import add_norm
 from pallas_kernels.moe_ffn.api import moe_ffn
 from pallas_kernels.moe_ffn.pages import WeightPages
-from pallas_kernels.paged_attention.api import paged_attention, rotate_and_write_kv
+from pallas_kernels.paged_attention.api import decode_attention, paged_attention, rotate_and_write_kv
 
 MERGE_TOKENS = 64
 """Up to here, launches count: kernels are given the tables of all layers at once, for a slice would be a copy."""
@@ -48,7 +48,6 @@ def layer_tables(table_RGLF: jax.Array) -> list[jax.Array]:
 def paged_forward(
     weights: Weights,
     state: DecodeState,
-    table_RGLF: jax.Array,
     tables: list[jax.Array],
     tokens_RT: jax.Array,
     positions_RT: jax.Array,
@@ -59,8 +58,7 @@ def paged_forward(
     Args:
       weights, state: the model's dense weights, and where its pages and cache are. Routed experts that are among the
         weights are used in the place of pages: the unquantized baseline.
-      table_RGLF: int32, the block table of these rows.
-      tables: the same of each layer, from ``layer_tables``.
+      tables: int32, the block table of these rows in each layer, from ``layer_tables``.
       tokens_RT: int32.
       positions_RT: int32. A negative position is a token that is not there: it writes no KV, selects no expert, and its
         output means nothing.
@@ -69,37 +67,33 @@ def paged_forward(
     config, kv = weights.config, state.geometry.kv
     num_rows, num_tokens = tokens_RT.shape
     positions_T = positions_RT.reshape(-1)
-    there_T = positions_T >= 0
     places_T = jnp.maximum(positions_T, 0)
     row_T, block_T = jnp.repeat(jnp.arange(num_rows), num_tokens), places_T // kv.block_tokens
-    frames_TLF = jnp.where(there_T[:, None, None], table_RGLF[row_T, block_T], state.arena_AW.shape[0])  # dropped
     slots_T = places_T % kv.block_tokens
     angles = rope_tables(places_T, config.head_dim, config.rope_theta)
     which = {"implementation": implementation}
 
     @partial(jax.jit, static_argnames="window")
     def run_layer(
-        w: LayerWeights, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TF, pages: WeightPages | None, first,
+        w: LayerWeights, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, pages: WeightPages | None, first,
         *, window,
     ):  # fmt: skip
         """Returns (arena, hidden states, their norm for the next layer, what the experts saw)."""
 
         def attend(carry, _, q_THM, k_TJM, v_TJM):
             arena_AW, seen = carry
+            cut = {"scale": config.head_dim**-0.5, "window": window, "dtype": q_THM.dtype} | which
+            if num_tokens == 1:
+                arena_AW, o_RHM = decode_attention(
+                    arena_AW, q_THM, k_TJM, v_TJM, *angles, positions_T, table_RGF, kv, **cut
+                )
+                return (arena_AW, seen), o_RHM
+            frames_TF = jnp.where(positions_T[:, None] < 0, len(arena_AW), table_RGF[row_T, block_T])  # dropped
             arena_AW, q_THM = rotate_and_write_kv(
                 arena_AW, frames_TF, slots_T, *angles, q_THM, k_TJM, v_TJM, kv, **which
             )
-            o_RTHM = paged_attention(
-                arena_AW,
-                q_THM.reshape(num_rows, num_tokens, *q_THM.shape[1:]),
-                positions_RT,
-                table_RGF,
-                kv,
-                scale=config.head_dim**-0.5,
-                window=window,
-                dtype=q_THM.dtype,
-                **which,
-            )
+            q_RTHM = q_THM.reshape(num_rows, num_tokens, *q_THM.shape[1:])
+            o_RTHM = paged_attention(arena_AW, q_RTHM, positions_RT, table_RGF, kv, **cut)
             return (arena_AW, seen), o_RTHM.reshape(q_THM.shape)
 
         def experts(carry, _, m_TD, ids_TK, weights_TK):
@@ -123,13 +117,13 @@ def paged_forward(
     arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
     x_TD, n_TD = add_norm(x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, **which)
     layers = zip(weights.layers, following_norms(weights), tables, config.windows, strict=True)
-    for layer, (w, next_norm_D, table_RGF, window) in enumerate(layers):
+    for w, next_norm_D, table_RGF, window in layers:
         pages, first = None, jnp.int32(0)
         if isinstance(w.mlp, MoEWeights):
             first = jnp.int32(firsts[len(seen)])
             pages = weight_pages(state, len(seen), merged=merged) if w.mlp.experts is None else None
         arena_AW, x_TD, n_TD, of_layer = run_layer(
-            w, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, frames_TLF[:, layer], pages, first, window=window
+            w, next_norm_D, x_TD, n_TD, arena_AW, table_RGF, pages, first, window=window
         )
         if of_layer is not None:
             ids_TK, weights_TK, h_square_TK = of_layer

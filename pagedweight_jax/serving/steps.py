@@ -35,7 +35,7 @@ def _decode_step(
     positions_B = jnp.where(active_B, state.lengths_B, -1)
     tokens_B1, positions_B1 = state.last_tokens_B[:, None], positions_B[:, None]
     arena, hidden_BTD, trace = paged_forward(
-        weights, state, state.block_tables_BGLF, tables, tokens_B1, positions_B1, implementation
+        weights, state, tables, tokens_B1, positions_B1, implementation
     )
     logits_BV = transformer.logits(weights, hidden_BTD[:, 0], implementation)
     token_B = sample(logits_BV, state.temperature_B, state.seed_B, state.lengths_B + 1)
@@ -90,10 +90,8 @@ def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens, im
     offsets_T = jnp.arange(tokens_T.shape[0])
     positions_T = jnp.where(offsets_T < num_tokens, start + offsets_T, -1)
     tokens_RT, positions_RT = tokens_T[None], positions_T[None]
-    table_RGLF = state.block_tables_BGLF[row][None]
-    arena, hidden_RTD, trace = paged_forward(
-        weights, state, table_RGLF, layer_tables(table_RGLF), tokens_RT, positions_RT, implementation
-    )
+    tables = layer_tables(state.block_tables_BGLF[row][None])
+    arena, hidden_RTD, trace = paged_forward(weights, state, tables, tokens_RT, positions_RT, implementation)
     state = state.replace(arena_AW=arena, lengths_B=state.lengths_B.at[row].add(num_tokens))
     return state, hidden_RTD[0], routing_sums(ExpertTrace.of_packed(trace), weights.config.num_experts)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention over the arena: the two operations on KV blocks."""
+"""Paged attention over the arena: the operations on KV blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -102,3 +102,38 @@ def paged_attention(
     run = module_of(__package__, implementation).paged_attention
     positions_BT, table_BGF = positions_BT.astype(jnp.int32), table_BGF.astype(jnp.int32)
     return run(arena_AW, q_BTHM, positions_BT, table_BGF, layout, scale, window, soft_cap, dtype)
+
+
+def decode_attention(
+    arena_AW: jax.Array,
+    q_BHM: jax.Array,
+    k_BJM: jax.Array,
+    v_BJM: jax.Array,
+    cos_BR: jax.Array,
+    sin_BR: jax.Array,
+    positions_B: jax.Array,
+    table_BGF: jax.Array,
+    layout: KVLayout,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    dtype=jnp.float32,
+    implementation: str = "xla",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (arena, o_BHM): ``rotate_and_write_kv`` and ``paged_attention`` of one token for each of B rows.
+
+    A row's own key and value are rounded to the cache's dtype before they are used, as when they are read from it
+    later. Donate the arena and it is updated in place.
+
+    Args: as of the two, and
+      positions_B: int32, each row's position, whose block is in the table; a negative one writes nothing, sees
+        nothing and returns zeros.
+
+    Raises:
+      ValueError: an unknown implementation; for "triton", heads or frames that are no power of two.
+    """
+    run = module_of(__package__, implementation).decode_attention
+    positions_B, table_BGF = positions_B.astype(jnp.int32), table_BGF.astype(jnp.int32)
+    cache = arena_AW, q_BHM, k_BJM, v_BJM, cos_BR, sin_BR, positions_B, table_BGF, layout
+    return run(*cache, scale, window, soft_cap, dtype)

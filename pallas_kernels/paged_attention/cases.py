@@ -63,6 +63,37 @@ def attend(run, spec: AttentionSpec, dtype: str, *args, **options):
     return run(*args, spec.layout(dtype), spec.score_scale, spec.window, 0.0, jnp.float32, **options)
 
 
+def turns(spec: AttentionSpec, num_tokens: int, rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine of random angles, each float32[num_tokens, M/2]."""
+    angles = rng.uniform(0, 6, (num_tokens, spec.head_dim // 2))
+    return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+
+
+def new_tokens(spec: AttentionSpec, dtype: str, num_tokens: int, rng: np.random.Generator) -> list[jax.Array]:
+    """Returns q, k and v of new tokens, before rope."""
+    heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+    return [jnp.asarray(rng.standard_normal((num_tokens, n, spec.head_dim), np.float32), dtype) for n in heads]
+
+
+def make_step(spec: AttentionSpec, dtype: str, seed: int, *, last_B) -> tuple:
+    """Returns the arrays of ``decode_attention``, with what its rows had at their positions before."""
+    rng = np.random.default_rng(seed + 1)
+    arena, _, positions, table = make_queries(spec, dtype, seed, last_B=last_B, num_tokens=1)
+    q, k, v = new_tokens(spec, dtype, len(last_B), rng)
+    return arena, q, k, v, *turns(spec, len(last_B), rng), positions[:, 0], table
+
+
+def decode(run, spec: AttentionSpec, dtype: str, *args, **options):
+    """Returns what the rows see, and the values that lie at their positions afterwards, zeros where there is no row."""
+    layout, positions, table = spec.layout(dtype), args[-2], args[-1]
+    arena, out = run(*args, layout, spec.score_scale, spec.window, 0.0, jnp.float32, **options)
+    places = jnp.maximum(positions, 0)
+    blocks = from_words(arena[table[jnp.arange(len(places)), places // layout.block_tokens]], dtype)
+    blocks = blocks.reshape(len(places), -1, layout.block_tokens, layout.head_dim)
+    written = blocks[jnp.arange(len(places)), :, places % layout.block_tokens]
+    return out, jnp.where(positions[:, None, None] < 0, 0, written)
+
+
 def make_writes(spec: AttentionSpec, dtype: str, seed: int, *, num_tokens: int) -> tuple:
     """Returns the arrays of ``rotate_and_write_kv``; the second token's row is not in use."""
     layout, rng = spec.layout(dtype), np.random.default_rng(seed)
@@ -70,12 +101,8 @@ def make_writes(spec: AttentionSpec, dtype: str, seed: int, *, num_tokens: int) 
     values = rng.standard_normal((num_frames, layout.frame_words * 4 // jnp.dtype(dtype).itemsize), np.float32)
     frames = rng.permutation(num_frames)[:-3].reshape(num_tokens, -1)
     frames[1] = num_frames
-    angles = rng.uniform(0, 6, (num_tokens, spec.head_dim // 2))
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((num_tokens, heads, spec.head_dim), np.float32), dtype)
-        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    )
-    cos, sin = (jnp.asarray(turn, jnp.float32) for turn in (np.cos(angles), np.sin(angles)))
+    cos, sin = turns(spec, num_tokens, rng)
+    q, k, v = new_tokens(spec, dtype, num_tokens, rng)
     slots = jnp.asarray(rng.integers(0, layout.block_tokens, num_tokens), jnp.int32)
     return to_words(jnp.asarray(values, dtype)), jnp.asarray(frames, jnp.int32), slots, cos, sin, q, k, v
 
@@ -115,10 +142,10 @@ def cases(interpret: bool) -> list[KernelCase]:
                 )
             )
 
-        rows, prompts = partial(make_queries, last_B=contexts, num_tokens=1), [contexts[-1] - chunk, chunk // 2]
         tokens, tolerance = partial(make_writes, num_tokens=written), TOLERANCE[dtype]
-        add(f"decode of {len(contexts)} rows", "paged_attention", attend, rows, tolerance)
-        chunks = partial(make_queries, last_B=prompts, num_tokens=chunk)
+        steps = partial(make_step, last_B=contexts)
+        add(f"decode of {len(contexts)} rows", "decode_attention", decode, steps, tolerance)
+        chunks = partial(make_queries, last_B=[contexts[-1] - chunk, chunk // 2], num_tokens=chunk)
         add(f"2 chunks of {chunk} tokens", "paged_attention", attend, chunks, tolerance)
         add(f"write of {written} tokens", "write_kv", write_only, tokens, 0.0)
         add(f"rope and write of {written} tokens", "rotate_and_write_kv", rotate_and_write, tokens, tolerance)

@@ -17,11 +17,17 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels.paged_attention.layout import KVLayout
-
-LOG2_E = 1.4426950408889634
-
-MIN_ROWS = 16
-"""Rows of a matrix instruction: fewer queries are padded."""
+from pallas_kernels.paged_attention.pallas_triton_parts import (
+    add_keys,
+    divmod_power,
+    dot,
+    no_keys,
+    operand_dtype,
+    scaled,
+    shift_of,
+    split_at,
+    split_count,
+)
 
 COMBINE_SPLITS = 16
 """Splits that the combining kernel reads at once."""
@@ -51,34 +57,6 @@ class Config:
     num_warps: int = 4
     num_stages: int = 3
     max_programs: int = 4096
-
-
-def _divmod(position, size: int):
-    """Returns (position // size, position % size) for a power of two and a position >= 0."""
-    return position >> (size.bit_length() - 1), position & (size - 1)
-
-
-def _dot(x, y, contract: tuple[int, int]):
-    """Returns the float32 product of two tiles; exact products, also of float32 operands."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = ((contract[:1], contract[1:]), ((), ()))
-    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _shift(peak):
-    """Returns what to subtract before ``exp2``: the peak, or 0 where nothing was seen."""
-    return jnp.where(peak == -jnp.inf, 0.0, peak)
-
-
-def operand_dtype(q_dtype, layout: KVLayout):
-    """Returns what tiles are multiplied in: the dtype of queries and cache where they agree, else float32."""
-    return jnp.dtype(q_dtype) if q_dtype == layout.dtype else jnp.dtype("float32")
-
-
-def split_count(layout: KVLayout, num_blocks: int, queries: int, split_tokens: int, window: int) -> int:
-    """Returns P, the most splits that ``queries`` neighbouring queries see."""
-    num_splits = pl.cdiv(num_blocks * layout.block_tokens, split_tokens)
-    return min(num_splits, pl.cdiv(window + queries - 1, split_tokens) + 1) if window else num_splits
 
 
 def attend(
@@ -112,7 +90,7 @@ def attend(
 
     def kernel(arena, q, positions, table, out, peak_ref, total_ref):
         j, part, b = pl.program_id(0), pl.program_id(1), pl.program_id(3)
-        token_R, head_R = _divmod(jnp.arange(config.rows, dtype=jnp.int32), padded_group)
+        token_R, head_R = divmod_power(jnp.arange(config.rows, dtype=jnp.int32), padded_group)
         token_R += (num_tiles - 1 - pl.program_id(2)) * queries  # the longest first
         there_R = (token_R < num_tokens) & (head_R < group)
         head_R += j * group
@@ -121,7 +99,7 @@ def attend(
         if window:
             first_R = jnp.where(position_R < 0, FAR, jnp.maximum(position_R - window + 1, 0))
             first = jnp.min(first_R)
-        frame, head = _divmod(j, layout.heads_per_frame)
+        frame, head = divmod_power(j, layout.heads_per_frame)
         column_1M = jnp.arange(head_dim, dtype=jnp.int32)[None]
 
         def attend_to(split):
@@ -130,41 +108,26 @@ def attend(
             q_RM = load(q.at[b, token_R[:, None], head_R[:, None], column_1M], mask=there_RM, other=0.0).astype(operand)
 
             def read(tokens_S, inside_S, half):
-                block_S, slot_S = _divmod(tokens_S, block_tokens)
+                block_S, slot_S = divmod_power(tokens_S, block_tokens)
                 frame_S = load(table.at[b, block_S, half * layout.half_frames + frame], mask=inside_S, other=0)
                 offset_SM = (head * block_tokens + slot_S)[:, None] * head_dim + column_1M
                 inside_SM = jnp.broadcast_to(inside_S[:, None], offset_SM.shape)
                 return load(arena.at[frame_S[:, None], offset_SM], mask=inside_SM, other=0.0).astype(operand)
 
             def add_tile(i, carry):
-                peak_R, total_R, out_RM = carry
                 key_S = start + i * tile + jnp.arange(tile, dtype=jnp.int32)
                 inside_S = key_S <= last
                 seen_RS = key_S[None] <= position_R[:, None]
                 if window:
                     inside_S &= key_S >= first
                     seen_RS &= key_S[None] > position_R[:, None] - window
-                score_RS = _dot(q_RM, read(key_S, inside_S, 0), (1, 1))
-                if soft_cap:
-                    score_RS = soft_cap * LOG2_E * jnp.tanh(score_RS * (scale / soft_cap))
-                else:
-                    score_RS *= scale * LOG2_E
+                score_RS = scaled(dot(q_RM, read(key_S, inside_S, 0), (1, 1)), scale, soft_cap)
                 score_RS = jnp.where(seen_RS, score_RS, -jnp.inf)
-                new_peak_R = jnp.maximum(peak_R, jnp.max(score_RS, axis=1))
-                shift_R = _shift(new_peak_R)
-                p_RS = jnp.exp2(score_RS - shift_R[:, None])
-                keep_R = jnp.exp2(peak_R - shift_R)
-                added_RM = _dot(p_RS.astype(operand), read(key_S, inside_S, 1), (1, 0))
-                return new_peak_R, total_R * keep_R + jnp.sum(p_RS, axis=1), out_RM * keep_R[:, None] + added_RM
+                return add_keys(carry, score_RS, lambda: read(key_S, inside_S, 1))
 
-            carry = (
-                jnp.full(config.rows, -jnp.inf, jnp.float32),
-                jnp.zeros(config.rows, jnp.float32),
-                jnp.zeros((config.rows, head_dim), jnp.float32),
-            )
-            first_tile, _ = _divmod(jnp.maximum(first - start, 0), tile)
-            last_tile, _ = _divmod(jnp.minimum(last - start, split_tokens - 1), tile)
-            peak_R, total_R, out_RM = lax.fori_loop(first_tile, last_tile + 1, add_tile, carry)
+            first_tile, _ = divmod_power(jnp.maximum(first - start, 0), tile)
+            last_tile, _ = divmod_power(jnp.minimum(last - start, split_tokens - 1), tile)
+            peak_R, total_R, out_RM = lax.fori_loop(first_tile, last_tile + 1, add_tile, no_keys(config.rows, head_dim))
             out_RM = out_RM / jnp.where(total_R == 0.0, 1.0, total_R)[:, None]
             slot = split % num_splits
             at_R1 = (b, token_R[:, None], slot, head_R[:, None])
@@ -174,8 +137,8 @@ def attend(
 
         def visit(i, _):
             slot = part + i * num_parts
-            first_split, _ = _divmod(first, split_tokens)
-            split = first_split + (slot + num_splits - first_split % num_splits) % num_splits
+            first_split, _ = divmod_power(first, split_tokens)
+            split = split_at(slot, first_split, num_splits)
             seen = (split * split_tokens <= last) & (slot < num_splits)
             pl.when(seen)(lambda: attend_to(split))
 
@@ -226,7 +189,7 @@ def combine(
     chunk, columns = min(COMBINE_SPLITS, pl.next_power_of_2(num_splits)), min(COMBINE_COLUMNS, head_dim)
 
     def kernel(out, peak, total, positions, result):
-        h, block = _divmod(pl.program_id(0), head_dim // columns)
+        h, block = divmod_power(pl.program_id(0), head_dim // columns)
         t, b = pl.program_id(1), pl.program_id(2)
         position = positions[b, t]
         first_split = jnp.maximum(position - window + 1, 0) // split_tokens if window else jnp.int32(0)
@@ -242,11 +205,11 @@ def combine(
             peak_P = load(peak.at[b, t, slot_P, h], mask=exists_P, other=0.0)
             total_P = load(total.at[b, t, slot_P, h], mask=exists_P, other=0.0)
             out_PM = load(out.at[b, t, slot_P[:, None], h, column_M[None]], mask=exists_PM, other=0.0)
-            split_P = first_split + (slot_P + num_splits - first_split % num_splits) % num_splits
+            split_P = split_at(slot_P, first_split, num_splits)
             seen_P = exists_P & (split_P < end_split)
             peak_P = jnp.where(seen_P, peak_P, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(peak_P))
-            shift = _shift(new_top)
+            shift = shift_of(new_top)
             weight_P = jnp.where(seen_P, total_P, 0.0) * jnp.exp2(peak_P - shift)
             keep = jnp.exp2(top - shift)
             added_M = jnp.sum(weight_P[:, None] * jnp.where(seen_P[:, None], out_PM, 0.0), axis=0)

@@ -8,11 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, store
 from pallas_kernels.paged_attention.layout import KVLayout, require_powers_of_two, to_words
-
-
-def _divmod(position, size: int):
-    """Returns (position // size, position % size) for a power of two and a position >= 0."""
-    return position >> (size.bit_length() - 1), position & (size - 1)
+from pallas_kernels.paged_attention.pallas_triton_parts import divmod_power
 
 
 def write_kv(
@@ -34,7 +30,7 @@ def write_kv(
     def kernel(_, frames, slots, k, v, arena):
         t = pl.program_id(0)
         head_J = jnp.minimum(jnp.arange(padded_heads, dtype=jnp.int32), num_heads - 1)  # padding writes the last again
-        frame_J, place_J = _divmod(head_J, layout.heads_per_frame)
+        frame_J, place_J = divmod_power(head_J, layout.heads_per_frame)
         word_1W = jnp.arange(head_words, dtype=jnp.int32)[None]
         word_JW = ((place_J * layout.block_tokens + slots[t]) * head_words)[:, None] + word_1W
         for half, x in enumerate((k, v)):
@@ -100,7 +96,7 @@ def rotate_and_write_kv(
         @pl.when(jnp.logical_not(queries))
         def _():
             for column, (head_J, *halves) in enumerate((turned(k), heads(v))):
-                frame_J, place_J = _divmod(head_J, layout.heads_per_frame)
+                frame_J, place_J = divmod_power(head_J, layout.heads_per_frame)
                 at_J = frames[t, column * layout.half_frames + frame_J]
                 offset_J = (place_J * layout.block_tokens + slots[t]) * head_dim
                 there_JR = jnp.broadcast_to((at_J < num_frames)[:, None], halves[0].shape)

@@ -118,3 +118,31 @@ def paged_attention(
     used_splits = jnp.minimum(num_splits, jnp.max(positions_BT) // split_tokens + 1)
     _, total, out = lax.fori_loop(0, used_splits, add_split, carry)
     return (out / jnp.where(total == 0.0, 1.0, total)[..., None]).reshape(q_BTHM.shape).astype(dtype)
+
+
+def decode_attention(
+    arena_AW: jax.Array,
+    q_BHM: jax.Array,
+    k_BJM: jax.Array,
+    v_BJM: jax.Array,
+    cos_BR: jax.Array,
+    sin_BR: jax.Array,
+    positions_B: jax.Array,
+    table_BGF: jax.Array,
+    layout: KVLayout,
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
+    dtype=jnp.float32,
+) -> tuple[jax.Array, jax.Array]:
+    """Args and result: see ``pallas_kernels.paged_attention.api.decode_attention``."""
+    places_B = jnp.maximum(positions_B, 0)
+    frames_BF = table_BGF[jnp.arange(len(places_B)), places_B // layout.block_tokens]
+    frames_BF = jnp.where(positions_B[:, None] < 0, arena_AW.shape[0], frames_BF)  # dropped
+    arena_AW, q_BHM = rotate_and_write_kv(
+        arena_AW, frames_BF, places_B % layout.block_tokens, cos_BR, sin_BR, q_BHM, k_BJM, v_BJM, layout
+    )
+    out_BTHM = paged_attention(
+        arena_AW, q_BHM[:, None], positions_B[:, None], table_BGF, layout, scale, window, soft_cap, dtype
+    )
+    return arena_AW, out_BTHM[:, 0]

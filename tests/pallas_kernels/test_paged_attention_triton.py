@@ -199,22 +199,27 @@ def test_real_sizes_lower_to_triton(name, rows, tokens, dtype):
     layout = spec.layout(dtype)
     arena, q, positions, table = abstract_args(spec, rows, tokens, context=4096, num_frames=600_000, dtype=dtype)
 
-    def step(arena, q, k, v, positions, table, slots, frames):
-        arena = api.write_kv(arena, frames, slots, k, v, layout, implementation="triton")
-        attention = partial(api.paged_attention, scale=spec.score_scale, window=spec.window, implementation="triton")
-        return arena, attention(arena, q, positions, table, layout)
+    which = {"implementation": "triton"}
 
-    shape = jax.ShapeDtypeStruct
-    kv = shape((rows * tokens, spec.num_kv_heads, spec.head_dim), dtype)
-    slots = shape((rows * tokens,), jnp.int32)
-    frames = shape((rows * tokens, layout.layer_frames), jnp.int32)
+    def step(arena, q, k, v, positions, table, slots, frames, angles):
+        options = {"scale": spec.score_scale, "window": spec.window} | which
+        if tokens == 1:
+            new = q[:, 0], k, v, angles, angles, positions[:, 0]
+            return api.decode_attention(arena, *new, table, layout, **options)
+        arena = api.write_kv(arena, frames, slots, k, v, layout, **which)
+        return arena, api.paged_attention(arena, q, positions, table, layout, **options)
+
+    shape, num_tokens = jax.ShapeDtypeStruct, rows * tokens
+    kv = shape((num_tokens, spec.num_kv_heads, spec.head_dim), dtype)
+    slots, angles = shape((num_tokens,), jnp.int32), shape((num_tokens, spec.head_dim // 2), jnp.float32)
+    frames = shape((num_tokens, layout.layer_frames), jnp.int32)
     with cuda_device():
-        traced = jax.jit(step, donate_argnums=0).trace(arena, q, kv, kv, positions, table, slots, frames)
+        traced = jax.jit(step, donate_argnums=0).trace(arena, q, kv, kv, positions, table, slots, frames, angles)
         lowered = traced.lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count('name = "write_kv"') == 1
-    assert text.count('name = "attend"') == 1
-    assert lowered.out_info[1].shape == q.shape
+    kernels = ("attend_decode", "combine") if tokens == 1 else ("write_kv", "attend")
+    assert [text.count(f'name = "{kernel}"') for kernel in kernels] == [1, 1]
+    assert lowered.out_info[1].shape == (q.shape[:1] + q.shape[2:] if tokens == 1 else q.shape)
 
 
 @pytest.mark.parametrize(("head_dim", "frame_words"), [(192, 192 * 16), (16, 16 * 24)])
@@ -225,10 +230,12 @@ def test_heads_and_frames_that_are_no_power_of_two_are_refused(head_dim, frame_w
     write = arena, table[:, 0], jnp.zeros(1, jnp.int32)
     attend = partial(api.paged_attention, arena, q, jnp.full((1, 1), 3), table, layout, scale=1.0)
     assert np.all(np.isfinite(attend(implementation="xla")))  # the definition takes any
+    heads = q[:, 0], q[:, 0], q[:, 0]
     for call in (
         attend,
+        partial(api.decode_attention, arena, *heads, angles, angles, jnp.full(1, 3), table, layout, scale=1.0),
         partial(api.write_kv, *write, q[:, 0], q[:, 0], layout),
-        partial(api.rotate_and_write_kv, *write, angles, angles, q[:, 0], q[:, 0], q[:, 0], layout),
+        partial(api.rotate_and_write_kv, *write, angles, angles, *heads, layout),
     ):
         with pytest.raises(ValueError, match=f"heads are {head_dim} wide, frames of {frame_words} words"):
             call(implementation="triton")

@@ -198,14 +198,14 @@ class Stepping:
         stop_ids[: len(stops)] = stops
         return steps.assign_row(state, np.int32(row), np.float32(temperature), np.uint32(seed), stop_ids)
 
-    def prefill(self, weights, state, row, prompt, budget):
+    def prefill(self, weights, state, row, prompt, budget, step=steps.prefill_step):
         """Returns (state, first token) of a whole prompt."""
         for begin in range(0, len(prompt), self.chunk):
             part = prompt[begin : begin + self.chunk]
             padded = np.zeros(self.chunk, np.int32)
             padded[: len(part)] = part
             last = begin + self.chunk >= len(prompt)
-            state, token, _ = steps.prefill_step(
+            state, token, _ = step(
                 weights, state, np.int32(row), padded, np.int32(len(part)), np.int32(budget if last else 0)
             )
         return state, int(token)
