@@ -249,8 +249,8 @@ def moe_ffn(
         gate_R, up_R = (half.reshape(-1) for half in jnp.split(y_R.reshape(-1, 2), 2, axis=1))
         return act(gate_R) * up_R
 
-    def sliced(x_XC, layout, *ids):
-        return slice_columns(x_XC, layout, configure(layout).slice_words(layout), *ids, interpret=interpret)
+    def sliced(x_XC, layout):
+        return slice_columns(x_XC, layout, configure(layout).slice_words(layout), interpret=interpret)
 
     def product(layout, frames_EF, kind, x_XC, slices, out, *finish):
         return linear_block(
@@ -261,7 +261,7 @@ def moe_ffn(
     m = sliced(m_TD, pages.gate_up)
     h_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.columns), m_TD.dtype)
     h_PF = product(pages.gate_up, pages.gate_up_frames_EF, 0, m_TD, m, h_shape, gated)
-    h = sliced(h_PF, pages.down, ids_P, pages.bits_EU.shape[0])
+    h = sliced(h_PF, pages.down)  # pairs that select nothing are zeros there
     y_shape = jax.ShapeDtypeStruct((ids_P.size, pages.down.rows), jnp.float32)
     y_PD = product(pages.down, pages.down_frames_EF, 1, h_PF, h, y_shape)
     return y_PD.reshape(*ids_TK.shape, -1), h.square_X.reshape(ids_TK.shape)

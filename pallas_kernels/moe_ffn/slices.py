@@ -103,12 +103,10 @@ def slice_columns(
     x_XC: jax.Array,
     layout: BlockLayout,
     words: int,
-    ids_X: jax.Array | None = None,
-    num_ids: int = 0,
     num_warps: int = 4,
     interpret: bool = False,
 ) -> Slices:
-    """Returns the bit-slices of the rows of ``x_XC``; rows that are not used are zeros, whatever they hold.
+    """Returns the bit-slices of the rows of ``x_XC``.
 
     The unit of a row that holds an infinity or a NaN is NaN, and so is whatever comes of it.
 
@@ -118,7 +116,6 @@ def slice_columns(
       x_XC: bfloat16 or float32.
       layout: whose column order to take.
       words: words of a slice, at least those of all chunks; the rest are zeros.
-      ids_X, num_ids: a row is used if its id is below num_ids; all are, if they have none.
       num_warps: of a program.
       interpret: runs on any backend, slowly.
     """
@@ -126,12 +123,19 @@ def slice_columns(
     bits = num_slices(x_XC.dtype)
     most = 2 ** (bits - 1) - (1 if bits == SLICES else 128)  # the largest float32 below 2^(bits-1)
 
-    def kernel(x, *refs):
-        *ids, words_out, unit_out, square_out = refs
+    def kernel(x, words_out, unit_out, square_out):
         row, chunk, group = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         c = jnp.arange(pl.next_power_of_2(columns), dtype=jnp.int32)
-        in_use = ids[0][row] < num_ids if ids else True
-        x_C = load(x.at[row, c], mask=(c < columns) & in_use, other=0.0).astype(jnp.float32)
+        x_C = load(x.at[row, c], mask=c < columns, other=0.0).astype(jnp.float32)
+        j, w = jnp.arange(32, dtype=jnp.int32)[:, None], jnp.arange(WORDS, dtype=jnp.int32)[None, :]
+        column, exists = jnp.zeros((32, WORDS), jnp.int32), jnp.zeros((32, WORDS), jnp.bool_)
+        for run in runs(layout):
+            tile, word = run.tile_and_word(chunk)
+            here = (chunk >= run.chunk) & (chunk < run.chunk + run.chunks)
+            here = jnp.broadcast_to(here & (w >= run.position) & (w < run.position + run.width), exists.shape)
+            first = run.column + tile * (32 * run.tile_words) + word - run.position
+            column, exists = jnp.where(here, first + j * run.tile_words + w, column), exists | here
+        x_JW = load(x.at[row, column], mask=exists, other=0.0).astype(jnp.float32)  # early: both loads at once
         # As integers, absolute values are in the same order and what is not finite is the largest: no maximum drops it.
         largest = jnp.max(lax.bitcast_convert_type(x_C, jnp.int32) & 0x7FFFFFFF)
         s = bits - 2 - (jnp.maximum(largest >> 23, 127 - 60) - 127)
@@ -141,26 +145,17 @@ def slice_columns(
             unit_out[row] = jnp.where(largest < INFINITY, _power_of_two(-s), jnp.float32(jnp.nan))
             square_out[row] = jnp.sum(x_C * x_C)
 
-        j, w = jnp.arange(32, dtype=jnp.int32)[:, None], jnp.arange(WORDS, dtype=jnp.int32)[None, :]
-        column, exists = jnp.zeros((32, WORDS), jnp.int32), jnp.zeros((32, WORDS), jnp.bool_)
-        for run in runs(layout):
-            tile, word = run.tile_and_word(chunk)
-            here = (chunk >= run.chunk) & (chunk < run.chunk + run.chunks)
-            here = jnp.broadcast_to(here & (w >= run.position) & (w < run.position + run.width), exists.shape)
-            first = run.column + tile * (32 * run.tile_words) + word - run.position
-            column, exists = jnp.where(here, first + j * run.tile_words + w, column), exists | here
-        scaled = load(x.at[row, column], mask=exists & in_use, other=0.0).astype(jnp.float32) * _power_of_two(s)
+        scaled = x_JW * _power_of_two(s)
         q = jnp.clip(scaled + jnp.where(scaled < 0, -0.5, 0.5), -most, most).astype(jnp.int32)
         n = group * PROGRAM_SLICES + jnp.arange(PROGRAM_SLICES, dtype=jnp.int32)
         at = pl.ds(group * PROGRAM_SLICES, PROGRAM_SLICES), pl.ds(chunk * WORDS, WORDS)
         words_out[row, *at] = jnp.sum(((q[None] >> n[:, None, None]) & 1) << j[None], axis=1)
 
-    inputs = [x_XC] if ids_X is None else [x_XC, ids_X]
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     words_XBW, unit_X, square_X = pl.pallas_call(
         kernel,
         grid=(num_rows, words // WORDS, bits // PROGRAM_SLICES),
-        in_specs=[any_space] * len(inputs),
+        in_specs=[any_space],
         out_specs=[any_space] * 3,
         out_shape=[
             jax.ShapeDtypeStruct((num_rows, bits, words), jnp.int32),
@@ -170,5 +165,5 @@ def slice_columns(
         compiler_params=CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="slice_columns",
-    )(*inputs)
+    )(x_XC)
     return Slices(words_XBW, unit_X, square_X)

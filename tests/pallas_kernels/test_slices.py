@@ -71,12 +71,12 @@ def test_the_largest_numbers_do_not_overflow(dtype, interpret):
 
 
 @pytest.mark.parametrize("interpret", MODES)
-def test_rows_that_are_not_used_are_zeros(interpret):
+def test_zeros_stay_zeros(interpret):
     layout = layout_of(160)
-    x = jnp.stack([jnp.full(160, jnp.nan), jnp.ones(160), jnp.zeros(160)])
-    slices = sliced(x, layout, interpret, jnp.array([7, 0, 6]), 7)
-    np.testing.assert_array_equal(join(slices, layout), [[0.0] * 160, [1.0] * 160, [0.0] * 160])
-    np.testing.assert_array_equal(slices.square_X, [0.0, 160.0, 0.0])
+    x = jnp.stack([jnp.zeros(160), jnp.ones(160)])
+    slices = sliced(x, layout, interpret)
+    np.testing.assert_array_equal(join(slices, layout), x)
+    np.testing.assert_array_equal(slices.square_X, [0.0, 160.0])
 
 
 @pytest.mark.parametrize("interpret", MODES)
