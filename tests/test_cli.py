@@ -201,6 +201,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run_cli, hf_folder, converted, tm
         ((), "the following arguments are required: VERB (pagedweight --help)"),
         (("inspect",), "the following arguments are required: OUT (pagedweight inspect --help)"),
         (("generate", "x", "--prompt", "hi", "--seed", "x"), "argument --seed: invalid int value: 'x' (pagedweight"),
+        (("plot", "timeline", "no.jsonl", "-o", "x.png"), "no.jsonl: no such file"),
         (("inspect", "x", "--jsno"), "unrecognized arguments: --jsno (pagedweight --help)"),
     ],
 )

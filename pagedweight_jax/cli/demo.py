@@ -15,9 +15,17 @@ def add_verbs(verbs) -> None:
     """Adds ``demo`` and ``plot`` to the sub-parsers ``verbs``."""
     verb = verbs.add_parser("demo", help="see weights give way to the KV cache and come back")
     verb.set_defaults(run=demo)
-    verb.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"), help="Hugging Face folder to convert")
-    verb.add_argument("--out", type=Path, default=Path("demo"), help="folder of the results (default demo)")
-    verb.add_argument("--memory", type=parse_size, help="budget (default: what the top width and one context take)")
+    verb.add_argument(
+        "--model",
+        metavar="HF_DIR",
+        type=Path,
+        default=Path("checkpoints/demo-moe"),
+        help="what to convert (default checkpoints/demo-moe)",
+    )
+    verb.add_argument("--out", metavar="DIR", type=Path, default=Path("demo"), help="the results (default demo)")
+    verb.add_argument(
+        "--memory", metavar="SIZE", type=parse_size, help="budget, as 60MiB (default: the top width and one context)"
+    )
     verb.add_argument("--quick", action="store_true", help="a much smaller load and less text")
     verb.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
 
@@ -25,8 +33,10 @@ def add_verbs(verbs) -> None:
     verb.set_defaults(run=plot)
     verb.add_argument("figure", choices=("timeline",), help="which: memory, bits, moves and speed over time")
     verb.add_argument("events", metavar="EVENTS", type=Path, help="events.jsonl of a run")
-    verb.add_argument("-o", "--out", type=Path, required=True, help="the figure; its suffix says which kind")
-    verb.add_argument("--title", default="", help="a line above it")
+    verb.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, required=True, help="the figure; its suffix says which kind"
+    )
+    verb.add_argument("--title", metavar="TEXT", default="", help="a line above it")
 
 
 def demo(args: argparse.Namespace) -> int:

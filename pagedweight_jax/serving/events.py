@@ -159,6 +159,8 @@ def read_events(path: Path) -> list[BoundaryEvent]:
 
     try:
         return [event(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not an event log ({type(error).__name__})") from error
 

@@ -16,8 +16,8 @@ def tree_bytes(tree) -> int:
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:
-    """Returns the device memory that JAX may take, None where it does not say: a CPU's."""
-    return (device.memory_stats() or {}).get("bytes_limit")
+    """Returns the device memory that JAX may take, None where it does not say: a CPU's, or some allocator's."""
+    return (device.memory_stats() or {}).get("bytes_limit") or None
 
 
 @dataclass(frozen=True, kw_only=True)
