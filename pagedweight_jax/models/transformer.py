@@ -13,6 +13,7 @@ from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 from pallas_kernels.dense import api as dense
+from pallas_kernels.dense.reference import add_up, rms_norm
 from pallas_kernels.routing.api import route
 
 Carry = TypeVar("Carry")
@@ -21,34 +22,37 @@ Attend = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, ja
 """(carry, layer, q_THM, k_TJM, v_TJM) -> (carry, o_THM); q and k are rotated already where positions were given."""
 
 Experts = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, jax.Array]]
-"""(carry, sparse_layer, m_TD, ids_TK, weights_TK) -> (carry, y), float32.
+"""(carry, sparse_layer, m_TD, ids_TK, weights_TK) -> (carry, y_TD), float32, the experts' outputs summed by weights."""
 
-y is [T, K, D], each routed expert's output before its weight, or [T, D], their weighted sum.
-"""
+Routed = Callable[[Carry, int, jax.Array, jax.Array, jax.Array], tuple[Carry, tuple[jax.Array, jax.Array]]]
+"""The same, the sum left to whoever adds it to something: -> (carry, (y_TKD, weights_TK))."""
 
 
-def normed_layer(
+def one_addend(y_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a sum over experts as ``Routed`` does: as one output of weight 1."""
+    return y_TD[:, None], jnp.ones((len(y_TD), 1), y_TD.dtype)
+
+
+def layer_addends(
     config: ModelConfig,
     layer: int,
     w: LayerWeights,
     x_TD: jax.Array,
     n_TD: jax.Array,
-    next_norm_D: jax.Array,
     positions_T: jax.Array | None,
     carry: Carry,
     attend: Attend,
-    experts: Experts,
+    routed: Routed,
     implementation: str = "xla",
     place: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[Carry, jax.Array, jax.Array]:
-    """Returns the carry, the hidden states after one layer and their norm for the next, [T, D] in x's dtype.
+) -> tuple[Carry, jax.Array, dict]:
+    """Returns the carry, the hidden states within one layer, behind attention, and what is still to be added to them.
 
-    The routed experts and the shared one depend on nothing of each other until they are added: their kernels may run
-    side by side.
+    The latter are arguments of ``pallas_kernels.dense.api.add_norm``, which norms the sum for the next layer. The
+    routed experts and the shared one depend on nothing of each other: their kernels may run side by side.
 
     Args: as of ``forward``, and
       x_TD, n_TD: hidden states, and the same after the layer's input norm.
-      next_norm_D: weights of the norm that follows the layer.
       place: (first, positions_T) of ``pallas_kernels.routing.api.route``; None where ids are the layer's own.
     """
     which = {"implementation": implementation}
@@ -66,15 +70,14 @@ def normed_layer(
                 shared_gate_D=w.mlp.shared_gate_D, first=first, positions_T=place_T, **which,
             )  # fmt: skip
         with jax.named_scope("experts"):
-            carry, y = experts(carry, sum(config.sparse_layers[:layer]), m_TD, ids_TK, weights_TK)
-            addends["routed"] = (y, weights_TK) if y.ndim == 3 else (y[:, None], jnp.ones((len(y), 1), y.dtype))
+            sparse_layer = sum(config.sparse_layers[:layer])
+            carry, addends["routed"] = routed(carry, sparse_layer, m_TD, ids_TK, weights_TK)
         mlp, scope = w.mlp.shared, "shared_expert"
     if mlp is not None:
         with jax.named_scope(scope):
             h_TF = dense.gated(m_TD, mlp.gate_DF, mlp.up_DF, activation=config.hidden_act, **which)
             addends["parts_STD"] = dense.project_parts(h_TF, mlp.down_FD, **which)
-    with jax.named_scope("next_norm"):
-        return carry, *dense.add_norm(x_TD, next_norm_D, config.rms_norm_eps, **addends, **which)
+    return carry, x_TD, addends
 
 
 def decoder_layer(
@@ -87,10 +90,19 @@ def decoder_layer(
     attend: Attend,
     experts: Experts,
 ) -> tuple[Carry, jax.Array]:
-    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype; args as of ``forward``."""
-    _, n_TD = dense.add_norm(x_TD, w.input_norm_D, config.rms_norm_eps)
-    nobodys = w.input_norm_D  # what follows is not known
-    return normed_layer(config, layer, w, x_TD, n_TD, nobodys, positions_T, carry, attend, experts)[:2]
+    """Returns the carry and the hidden states after one layer, [T, D] in x's dtype.
+
+    Args: as of ``forward``, and
+      experts: routed experts, which sum their outputs.
+    """
+    n_TD = rms_norm(x_TD, w.input_norm_D, config.rms_norm_eps)
+
+    def routed(*args):
+        carry, y_TD = experts(*args)
+        return carry, one_addend(y_TD)
+
+    carry, x_TD, addends = layer_addends(config, layer, w, x_TD, n_TD, positions_T, carry, attend, routed)
+    return carry, add_up(x_TD, **addends)
 
 
 def following_norms(weights: Weights) -> list[jax.Array]:
@@ -104,7 +116,7 @@ def forward(
     positions_T: jax.Array | None,
     carry: Carry,
     attend: Attend,
-    experts: Experts,
+    routed: Routed,
     implementation: str = "xla",
 ) -> tuple[Carry, jax.Array]:
     """Returns the carry and the hidden states after the final norm, [T, D] in the embedding's dtype.
@@ -118,7 +130,7 @@ def forward(
       positions_T: int, each token's position in its own sequence; None where ``attend`` rotates q and k itself.
       carry: what the two functions read and write (an arena, counters, or None).
       attend: attention of one layer, numbered among all layers.
-      experts: routed experts of one layer, numbered among the sparse layers.
+      routed: routed experts of one layer, numbered among the sparse layers.
       implementation: of everything else, ``xla`` or ``triton``.
     """
     config = weights.config
@@ -127,8 +139,11 @@ def forward(
         x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, implementation=implementation
     )
     for layer, (w, next_norm_D) in enumerate(zip(weights.layers, following_norms(weights), strict=True)):
-        carry, x_TD, n_TD = normed_layer(
-            config, layer, w, x_TD, n_TD, next_norm_D, positions_T, carry, attend, experts, implementation
+        carry, x_TD, addends = layer_addends(
+            config, layer, w, x_TD, n_TD, positions_T, carry, attend, routed, implementation
+        )
+        x_TD, n_TD = dense.add_norm(
+            x_TD, next_norm_D, config.rms_norm_eps, **addends, implementation=implementation
         )
     return carry, n_TD
 
@@ -150,11 +165,11 @@ def dense_hidden(weights: Weights, tokens_T: jax.Array) -> jax.Array:
     def attend(carry, layer, q_THM, k_TJM, v_TJM):
         return carry, dense_attention(q_THM, k_TJM, v_TJM, config.head_dim**-0.5, config.windows[layer])
 
-    def experts(carry, sparse_layer, m_TD, ids_TK, weights_TK):
-        return carry, dense_experts(m_TD, ids_TK, weights_TK, expert_weights[sparse_layer], act)[0]
+    def routed(carry, sparse_layer, m_TD, ids_TK, weights_TK):
+        return carry, one_addend(dense_experts(m_TD, ids_TK, weights_TK, expert_weights[sparse_layer], act)[0])
 
     positions_T = jnp.arange(tokens_T.shape[0])
-    _, hidden_TD = forward(weights, tokens_T, positions_T, None, attend, experts)
+    _, hidden_TD = forward(weights, tokens_T, positions_T, None, attend, routed)
     return hidden_TD
 
 

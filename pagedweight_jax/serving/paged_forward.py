@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pagedweight_jax.models.layers import activation, rope_tables
 from pagedweight_jax.models.moe import dense_experts
-from pagedweight_jax.models.transformer import following_norms, normed_layer
+from pagedweight_jax.models.transformer import following_norms, layer_addends, one_addend
 from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 from pagedweight_jax.serving.state import DecodeState
 from pagedweight_jax.serving.trace import pack_layers
@@ -96,19 +96,22 @@ def paged_forward(
             o_RTHM = paged_attention(arena_AW, q_RTHM, positions_RT, table_RGF, kv, **cut)
             return (arena_AW, seen), o_RTHM.reshape(q_THM.shape)
 
-        def experts(carry, _, m_TD, ids_TK, weights_TK):
+        def routed(carry, _, m_TD, ids_TK, weights_TK):
             arena_AW, _ = carry
             if pages is None:
                 act = activation(config.hidden_act)
-                y, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, act)
+                y_TD, h_square_TK = dense_experts(m_TD, ids_TK, weights_TK, w.mlp.experts, act)
+                addend = one_addend(y_TD)
             else:
-                y, h_square_TK = moe_ffn(arena_AW, pages, m_TD, ids_TK, activation=config.hidden_act, **which)
-            return (arena_AW, (ids_TK, weights_TK, h_square_TK)), y
+                y_TKD, h_square_TK = moe_ffn(arena_AW, pages, m_TD, ids_TK, activation=config.hidden_act, **which)
+                addend = y_TKD, weights_TK
+            return (arena_AW, (ids_TK, weights_TK, h_square_TK)), addend
 
-        (arena_AW, seen), x_TD, n_TD = normed_layer(
-            config, 0, w, x_TD, n_TD, next_norm_D, None, (arena_AW, None), attend, experts, implementation,
-            (first, positions_T),
-        )  # fmt: skip
+        (arena_AW, seen), x_TD, addends = layer_addends(
+            config, 0, w, x_TD, n_TD, None, (arena_AW, None), attend, routed, implementation, (first, positions_T)
+        )
+        with jax.named_scope("next_norm"):
+            x_TD, n_TD = add_norm(x_TD, next_norm_D, config.rms_norm_eps, **addends, **which)
         return arena_AW, x_TD, n_TD, seen
 
     paged = [w.mlp.experts is None for w in weights.layers if isinstance(w.mlp, MoEWeights)]

@@ -51,24 +51,28 @@ class Cut:
 def choose_cut(num_columns: int, operand, num_matrices: int = 1) -> Cut:
     """Returns the cut of ``num_columns`` in all, for programs that multiply with ``num_matrices`` at once.
 
-    As measured on an H200: whole lines of 128 bytes of each row where that leaves most SMs a program, else fewer.
+    As measured on an H200: whole lines of 128 bytes of each row where that leaves most SMs a program, else fewer; three
+    steps in flight of several matrices, which the shared expert multiplies with beside the routed ones, else four.
     """
     itemsize = jnp.dtype(operand).itemsize
     wide = 128 if num_columns >= 128 * FULL_DEVICE else 64
     columns = next((c for c in (wide, 32) if num_columns * 3 >= c * FULL_DEVICE * 2), 16)
     depth = TILE_BYTES // (columns * itemsize * num_matrices)
-    return Cut(columns=columns, depth=min(depth, 128), num_warps=4 if columns * itemsize >= 128 else 2, num_stages=5)
+    num_warps, num_stages = 4 if columns * itemsize >= 128 else 2, 5 if num_matrices == 1 else 4
+    return Cut(columns=columns, depth=min(depth, 128), num_warps=num_warps, num_stages=num_stages)
 
 
 def choose_cut_of_parts(shape: tuple[int, int], operand) -> Cut:
     """Returns the cut of a matrix [C, N] whose contraction may be summed in stretches, by whoever reads the parts.
 
-    Rows of a block are whole lines, and stretches no more than give every SM a program: their parts are read again.
+    Rows of a block are whole lines, and stretches no more than give every SM a program: their parts are read again. A
+    short stretch is in flight at once; of a longer one, the shared expert's beside the routed ones, three steps are.
     """
     depth_total, num_columns = shape
     columns, depth = 64, 256 // jnp.dtype(operand).itemsize
     stretches = max(1, min(FULL_DEVICE // pl.cdiv(num_columns, columns), depth_total // depth, 8))
-    return Cut(columns=columns, depth=depth, stretches=stretches, num_warps=4, num_stages=5)
+    num_stages = 5 if depth_total <= 4 * depth * stretches else 4
+    return Cut(columns=columns, depth=depth, stretches=stretches, num_warps=4, num_stages=num_stages)
 
 
 def launch(kernel, name: str, programs: int, out_shape, params: CompilerParams, interpret: bool, *args):

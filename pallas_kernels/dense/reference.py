@@ -42,15 +42,13 @@ def project_parts(h_TC: jax.Array, w_CD: jax.Array) -> jax.Array:
     return matmul(h_TC, w_CD)[None]
 
 
-def add_norm(
+def add_up(
     x_TD: jax.Array,
-    norm_D: jax.Array,
-    eps: float,
-    parts_STD: jax.Array | None,
-    factor_T1: jax.Array | None,
-    routed: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Args and result: see ``pallas_kernels.dense.api.add_norm``."""
+    parts_STD: jax.Array | None = None,
+    factor_T1: jax.Array | None = None,
+    routed: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Returns x', the first result of ``pallas_kernels.dense.api.add_norm``."""
     addends = []
     if routed is not None:
         y_TKD, weights_TK = routed
@@ -58,8 +56,12 @@ def add_norm(
     if parts_STD is not None:
         product_TD = ordered_sum(parts_STD)
         addends.append(product_TD if factor_T1 is None else factor_T1 * product_TD)
-    if addends:
-        x_TD = x_TD + ordered_sum(addends).astype(x_TD.dtype)
+    return x_TD + ordered_sum(addends).astype(x_TD.dtype) if addends else x_TD
+
+
+def add_norm(x_TD: jax.Array, norm_D: jax.Array, eps: float, *addends) -> tuple[jax.Array, jax.Array]:
+    """Args and result: see ``pallas_kernels.dense.api.add_norm``."""
+    x_TD = add_up(x_TD, *addends)
     return x_TD, rms_norm(x_TD, norm_D, eps)
 
 

@@ -9,7 +9,7 @@ import pytest
 from pagedweight_jax.models.attention import dense_attention
 from pagedweight_jax.models.layers import activation
 from pagedweight_jax.models.moe import dense_experts
-from pagedweight_jax.models.transformer import dense_forward, forward, logits
+from pagedweight_jax.models.transformer import dense_forward, forward, logits, one_addend
 from pagedweight_jax.models.weights import MoEWeights, init_weights, without_experts
 
 dense = jax.jit(dense_forward)
@@ -28,7 +28,7 @@ def cast(weights, dtype):
 
 def sparse_experts(weights):
     blocks = [layer.mlp.experts for layer in weights.layers if isinstance(layer.mlp, MoEWeights)]
-    return lambda carry, l, m, ids, w: (carry, dense_experts(m, ids, w, blocks[l], activation("silu"))[0])
+    return lambda carry, l, m, ids, w: (carry, one_addend(dense_experts(m, ids, w, blocks[l], activation("silu"))[0]))
 
 
 def decode_step(weights, cache, tokens_B, positions_B):
@@ -93,7 +93,7 @@ def test_callbacks_are_numbered_and_the_carry_is_threaded(weights):
 
     def experts(carry, sparse_layer, m_TD, ids_TK, weights_TK):
         assert weights_TK.shape == ids_TK.shape == (5, 2)
-        return [*carry, ("experts", sparse_layer)], jnp.zeros_like(m_TD)
+        return [*carry, ("experts", sparse_layer)], one_addend(jnp.zeros_like(m_TD))
 
     paged = without_experts(weights)
     assert all(layer.mlp.experts is None for layer in paged.layers if isinstance(layer.mlp, MoEWeights))
@@ -108,11 +108,12 @@ def test_experts_may_leave_their_sum_to_the_layer(weights, relative_error):
 
     def each(carry, sparse_layer, m_TD, ids_TK, weights_TK):
         ones_T1 = jnp.ones((len(m_TD), 1))
-        columns = [summed(None, sparse_layer, m_TD, ids_T1, ones_T1)[1] for ids_T1 in jnp.split(ids_TK, 2, axis=1)]
-        return carry, jnp.stack(columns, axis=1)
+        columns = [summed(None, sparse_layer, m_TD, ids_T1, ones_T1)[1][0] for ids_T1 in jnp.split(ids_TK, 2, axis=1)]
+        return carry, (jnp.concatenate(columns, axis=1), weights_TK)
 
     def in_wrong_order(*args):
-        return None, each(*args)[1][:, ::-1]
+        _, (y_TKD, weights_TK) = each(*args)
+        return None, (y_TKD[:, ::-1], weights_TK)
 
     def hidden(experts):
         def attend(carry, layer, q_THM, k_TJM, v_TJM):
