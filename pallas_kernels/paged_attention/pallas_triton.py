@@ -36,6 +36,7 @@ def decode_config(layout: KVLayout, num_rows: int, num_blocks: int, window: int,
         tile_tokens=tile_tokens,
         tiles_in_flight=2 if few else 1,
         early_table=few and layout.head_dim <= 128 and itemsize == 2,
+        num_warps=4 if itemsize == 2 else 8,
         max_registers=128 if not few and layout.head_dim <= 256 and itemsize == 2 else 255,
     )
 

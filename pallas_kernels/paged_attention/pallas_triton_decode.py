@@ -88,7 +88,8 @@ def attend_decode(
     asks_early = config.early_table and not window and num_parts == num_splits
     num_stages = 1 + config.tiles_in_flight * (1 if asks_early else 2)  # a table in the loop is a stage of its own
     operand = operand_dtype(q_BHM.dtype, layout)
-    bits = jnp.dtype(f"uint{8 * jnp.dtype(layout.dtype).itemsize}")  # NaN of other frames must pass as they are
+    # NaN of other frames must pass as they are: a CPU that interprets turns some of bfloat16 into others.
+    bits = jnp.dtype("uint16") if jnp.dtype(layout.dtype).itemsize == 2 else jnp.dtype(layout.dtype)
 
     def kernel(arena_in, q, k, v, cos, sin, positions, table, arena, out, peak_ref, total_ref):
         j, part, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
