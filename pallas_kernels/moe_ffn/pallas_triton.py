@@ -224,10 +224,10 @@ def configure(layout: BlockLayout) -> Config:
     It decides the order in which float32 numbers are added, so it must not depend on the number of tokens.
     """
     count = num_chunks(layout)
-    if count <= 4:
-        heuristic = Config(num_warps=1, chunks=count)
+    if count <= 6:
+        heuristic = Config(num_warps=1, chunks=count if count <= 4 else 3)
     else:
-        heuristic = Config(num_warps=2, chunks=3 if count in (5, 6) else 2)
+        heuristic = Config(num_warps=2, chunks=2)
     return Config(**tuned(KERNEL, (layout.rows, layout.columns), vars(heuristic)))
 
 
