@@ -70,23 +70,22 @@ def looked_up_product(
             lut, whole = block.lut(), whole_chunks(layout)
             parts = parts_of(config.tile, pairs, firsts[tile], counts[tile])
 
-            def product(chunk, words, sums):
+            def product(chunk, w_RC, sums):
                 columns_C = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-                return add_products(sums, block.look_up(words, lut), x, columns_C, parts, pairs_per_row)
+                return add_products(sums, w_RC, x, columns_C, parts, pairs_per_row)
 
             def add_chunk(chunk, carry):
-                frames_, words, sums = carry  # words are loaded a chunk ahead, their frames two: nothing waits for them
-                next_words = block.words(jnp.minimum(chunk + 1, whole - 1), frames_)
-                next_frames = block.frames_of(jnp.minimum(chunk + 2, whole - 1))
-                return next_frames, next_words, product(chunk, words, sums)
+                words, w_RC, sums = carry
+                sums = product(chunk, w_RC, sums)
+                later = block.words(jnp.minimum(chunk + 2, whole - 1))
+                return later, block.look_up(words, lut), sums  # while the next inputs arrive
 
             sums = zero_sums(num_rows, parts)
             if whole:
-                words = block.words(jnp.int32(0), block.frames_of(jnp.int32(0)))
-                carry = block.frames_of(jnp.int32(min(1, whole - 1))), words, sums
-                *_, sums = lax.fori_loop(0, whole, add_chunk, carry)
+                first, second = (block.words(jnp.int32(min(chunk, whole - 1))) for chunk in range(2))
+                *_, sums = lax.fori_loop(0, whole, add_chunk, (second, block.look_up(first, lut), sums))
             for chunk in range(whole, num_chunks(layout)):
-                sums = product(chunk, block.words(chunk, block.frames_of(chunk)), sums)
+                sums = product(chunk, block.look_up(block.words(chunk), lut), sums)
             for sum_RT, part in zip(sums, parts, strict=True):
                 write(out_ref, out, finish(sum_RT), program, rows, num_rows, part)
 

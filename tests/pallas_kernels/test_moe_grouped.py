@@ -123,6 +123,14 @@ def test_experts_dequantized_a_few_at_a_time_give_the_same(interpret, monkeypatc
 
 
 @pytest.mark.parametrize("interpret", MODES)
+def test_several_chunks_whole_and_shared_ones(interpret):
+    spec = dataclasses.replace(TINY, hidden_size=416, expert_width=288, min_bits=3)
+    arena, pages = random_pages(spec, random_bits(spec))
+    tokens = random_tokens(spec, 20)
+    assert_equal(run(arena, pages, *tokens, interpret=interpret), define(arena, pages, *tokens))
+
+
+@pytest.mark.parametrize("interpret", MODES)
 def test_dequantized_weights_are_the_definitions(interpret):
     spec = dataclasses.replace(TINY, min_bits=4, max_bits=8)
     arena, pages = random_pages(spec, np.array([[5, 6], [6, 7], [7, 8], [8, 5], [4, 4], [8, 8], [6, 6]]))
