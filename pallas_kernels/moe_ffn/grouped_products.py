@@ -15,6 +15,10 @@ from pallas_kernels.moe_ffn.grouped_order import CHUNK, WORDS, Tiles, loaded_row
 from pallas_kernels.moe_ffn.grouped_tile import Config, add_products, parts_of, write, zero_sums
 from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS, Rows
 
+LOOK_AHEAD_CHUNKS = 16
+"""Whole chunks from which on a program looks weights up a chunk ahead, while the next inputs arrive. That costs one
+look-up in vain, and a way through shared memory."""
+
 STEP = 64
 """Columns that a program of ``plain_product`` multiplies at a time."""
 
@@ -70,22 +74,37 @@ def looked_up_product(
             lut, whole = block.lut(), whole_chunks(layout)
             parts = parts_of(config.tile, pairs, firsts[tile], counts[tile])
 
+            def at(chunk):
+                return jnp.minimum(chunk, whole - 1)
+
             def product(chunk, w_RC, sums):
                 columns_C = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
                 return add_products(sums, w_RC, x, columns_C, parts, pairs_per_row)
 
             def add_chunk(chunk, carry):
-                words, w_RC, sums = carry
+                frames_, words, sums = carry  # words are loaded a chunk ahead, their frames two: nothing waits for them
+                next_words, next_frames = block.words(at(chunk + 1), frames_), block.frames_of(at(chunk + 2))
+                return next_frames, next_words, product(chunk, block.look_up(words, lut), sums)
+
+            def add_chunk_and_look_ahead(chunk, carry):
+                frames_, words, w_RC, sums = carry
                 sums = product(chunk, w_RC, sums)
-                later = block.words(jnp.minimum(chunk + 2, whole - 1))
-                return later, block.look_up(words, lut), sums  # while the next inputs arrive
+                next_words, next_frames = block.words(at(chunk + 2), frames_), block.frames_of(at(chunk + 3))
+                return next_frames, next_words, block.look_up(words, lut), sums
 
             sums = zero_sums(num_rows, parts)
             if whole:
-                first, second = (block.words(jnp.int32(min(chunk, whole - 1))) for chunk in range(2))
-                *_, sums = lax.fori_loop(0, whole, add_chunk, (second, block.look_up(first, lut), sums))
+                words = block.words(at(0), block.frames_of(at(0)))
+                if whole < LOOK_AHEAD_CHUNKS:
+                    carry = block.frames_of(at(1)), words, sums
+                    *_, sums = lax.fori_loop(0, whole, add_chunk, carry)
+                else:
+                    next_words = block.words(at(1), block.frames_of(at(1)))
+                    carry = block.frames_of(at(2)), next_words, block.look_up(words, lut), sums
+                    *_, sums = lax.fori_loop(0, whole, add_chunk_and_look_ahead, carry)
             for chunk in range(whole, num_chunks(layout)):
-                sums = product(chunk, block.look_up(block.words(chunk), lut), sums)
+                w_RC = block.look_up(block.words(chunk, block.frames_of(chunk)), lut)
+                sums = product(chunk, w_RC, sums)
             for sum_RT, part in zip(sums, parts, strict=True):
                 write(out_ref, out, finish(sum_RT), program, rows, num_rows, part)
 

@@ -150,6 +150,11 @@ class Rows:
         start, stride, word, width = place
         return [(start + group_R4 * stride, row_R4 * width + word, None)]
 
+    def frames_of(self, chunk) -> list[list[jax.Array]]:
+        """Returns the frames of a chunk's words, int32[R, 4] of each place of each plane."""
+        tiles = [split(tile_R4, self.layout.frame_words)[0] for tile_R4, *_ in self.places(chunk)]
+        return [[self.frames[self.e, start + tile_R4] for tile_R4 in tiles] for start in self._plane_starts()]
+
     def _plane_starts(self) -> list[jax.Array]:
         layout, starts = self.layout, []
         for i in range(self.planes):
@@ -158,14 +163,13 @@ class Rows:
             starts.append(choose(self.bits - self.planes + i, pages))
         return starts
 
-    def words(self, chunk) -> list[jax.Array]:
-        """Returns int32[R, 4] of each plane: the words of a chunk."""
+    def words(self, chunk, frames) -> list[jax.Array]:
+        """Returns int32[R, 4] of each plane: the words of a chunk, whose frames were found by ``frames_of``."""
         word_14, planes = jnp.arange(WORDS, dtype=jnp.int32)[None], []
-        for i, start in enumerate(self._plane_starts()):
+        for i in range(self.planes):
             total = None
-            for tile_R4, word_R4, inside in self.places(chunk):
-                frame_R4, offset_R4 = split(tile_R4, self.layout.frame_words)
-                frame_R4, offset_R4 = self.frames[self.e, start + frame_R4], offset_R4 + word_R4 + word_14
+            for (tile_R4, word_R4, inside), frame_R4 in zip(self.places(chunk), frames[i]):
+                offset_R4 = split(tile_R4, self.layout.frame_words)[1] + word_R4 + word_14
                 mask = inside
                 if self.layout.min_bits < self.planes - i:  # a plane that may be missing
                     exists = self.bits >= self.planes - i

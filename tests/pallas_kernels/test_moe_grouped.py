@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bitplane import BlockLayout, dequantize_pages
-from pallas_kernels.moe_ffn import api, grouped, reference
+from pallas_kernels.moe_ffn import api, grouped, grouped_products, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec, abstract_args
 from pallas_kernels.moe_ffn.grouped_dequantize import dequantize
 from pallas_kernels.moe_ffn.grouped_order import loaded_rows, make_tiles, order_columns, order_inputs
@@ -123,11 +123,18 @@ def test_experts_dequantized_a_few_at_a_time_give_the_same(interpret, monkeypatc
 
 
 @pytest.mark.parametrize("interpret", MODES)
-def test_several_chunks_whole_and_shared_ones(interpret):
-    spec = dataclasses.replace(TINY, hidden_size=416, expert_width=288, min_bits=3)
+def test_looking_weights_up_a_chunk_ahead_gives_the_same(interpret, monkeypatch):
+    spec = dataclasses.replace(TINY, hidden_size=416, expert_width=32, min_bits=3)
     arena, pages = random_pages(spec, random_bits(spec))
     tokens = random_tokens(spec, 20)
-    assert_equal(run(arena, pages, *tokens, interpret=interpret), define(arena, pages, *tokens))
+    found = []
+    for chunks in (1, 100):
+        monkeypatch.setattr(grouped_products, "LOOK_AHEAD_CHUNKS", chunks)
+        layer = jax.jit(partial(grouped.moe_ffn, activation="silu", config=SMALL, interpret=interpret))
+        found.append(layer(arena, pages, *tokens))
+    assert_equal(found[0], define(arena, pages, *tokens))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("interpret", MODES)
