@@ -41,7 +41,7 @@ PROGRAM_BYTES = 768 << 20
 """What Python, JAX, compiled programs and the quantizer's tables take, about: the demo model peaks at 789 MiB."""
 
 GPU_PROGRAM_BYTES = 9 << 28
-"""The same with a GPU, its libraries and page-locked memory: a full-size layer's conversion peaked at 5.1 GB."""
+"""The same with a GPU, its libraries and page-locked memory: a full-size conversion peaked at 4.9 GB."""
 
 QUANTIZER_BYTES = 100
 """What a GPU's quantizer takes for every weight of the linear-block at hand: XLA says 92."""
