@@ -29,6 +29,7 @@ from pagedweight_jax.checkpoint.manifest import (
 from pagedweight_jax.checkpoint.paged import partial_folder
 from pagedweight_jax.errors import UserError
 from pagedweight_jax.models.weights import without_experts
+from pagedweight_jax.units import format_size
 from pallas_kernels.bitplane import LAYOUT_VERSION
 
 MIN_TOKENS = 32
@@ -232,7 +233,8 @@ def check_disk(job: Job, needed_bytes: int) -> None:
     kept_bytes = sum(path.stat().st_size for path in partial_folder(job.out).rglob("*") if path.is_file())
     free_bytes = shutil.disk_usage(folder).free + kept_bytes
     if needed_bytes > free_bytes:
-        raise UserError(f"{folder}: the conversion takes up to {needed_bytes} bytes, {free_bytes} are free")
+        needed, free = format_size(needed_bytes), format_size(free_bytes)
+        raise UserError(f"{folder}: the conversion takes up to {needed} of disk, {free} are free")
 
 
 def _text_path(folder: Path, text: Path | None, report: Report) -> Path:

@@ -112,11 +112,10 @@ def choose_sequences(begin: list[int], tokens: np.ndarray, samples: int, sequenc
       UserError: the text is too short, or a size makes no sense.
     """
     stretch = sequence_length - len(begin)
-    if samples < 1 or stretch < 1 or seed < 0:
-        raise UserError(
-            f"calibration: need at least 1 sample, {len(begin) + 1} tokens each and a seed of 0 or more, "
-            f"got {samples}, {sequence_length} and {seed}"
-        )
+    least = {"samples": (samples, 1), "tokens of each": (sequence_length, len(begin) + 1), "seed": (seed, 0)}
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise UserError(f"calibration: {name}: {value} is less than {smallest}")
     available = len(tokens) // stretch
     if available < samples:
         raise UserError(

@@ -13,7 +13,8 @@ KV_BYTES = 2
 def check_geometry(config: ModelConfig, min_bits: int, max_bits: int) -> None:
     """Raises UserError if the model's linear-blocks cannot be cut into bit-planes of these bitwidths."""
     if not 1 <= min_bits <= max_bits <= 8:
-        raise UserError(f"bits {min_bits}..{max_bits}: need 1 <= lowest <= highest <= 8")
+        given = min_bits if min_bits == max_bits else f"{min_bits}..{max_bits}"
+        raise UserError(f"bits {given}: need 1 <= lowest <= highest <= 8")
     if not config.num_sparse_layers:
         raise UserError(f"{config.family}: none of the {config.num_layers} layers has routed experts, nothing to page")
     first_sparse_layer = config.sparse_layers.index(True)

@@ -15,7 +15,8 @@ def add_verbs(verbs) -> None:
     """Adds ``calibrate`` to the sub-parsers ``verbs``."""
     verb = verbs.add_parser("calibrate", help="measure what the online planner goes by, without quantizing again")
     verb.set_defaults(run=calibrate)
-    verb.add_argument("checkpoint", metavar="OUT", type=Path, help="a paged checkpoint; policy.json is written there")
+    made = "a folder that convert made; policy.json is written there"
+    verb.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=made)
     verb.add_argument(
         "--text",
         type=Path,

@@ -53,7 +53,7 @@ def add_verbs(verbs) -> None:
     verify_verb.set_defaults(run=verify)
     verify_verb.add_argument("--source", metavar="HF_DIR", type=Path, help="also recompute the errors from this model")
     for one in (inspect_verb, verify_verb):
-        one.add_argument("checkpoint", metavar="OUT", type=Path, help="a paged checkpoint")
+        one.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a folder that convert made")
     for one in (verb, inspect_verb, verify_verb):
         one.add_argument("--json", action="store_true", help="print JSON")
 

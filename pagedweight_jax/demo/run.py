@@ -93,11 +93,13 @@ def run_demo(
       stdout: where tables go.
 
     Raises:
-      UserError: no model, no text, or a budget that is too small.
+      UserError: no model, no text, no folder for the results, or a budget that is too small.
     """
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: no demo model there; run this in the project's folder, or name one with --model")
     heldout = read_text(model / "text" / "heldout.txt")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: a file; the demo's results need a folder")
     out.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
     announce = partial(screen.print, highlight=False, markup=False)

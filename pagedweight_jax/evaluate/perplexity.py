@@ -53,8 +53,10 @@ def split_windows(tokens: Sequence[int] | np.ndarray, window_tokens: int, limit:
     Raises:
       UserError: not even one window, or one that predicts nothing.
     """
-    if window_tokens < 2 or (limit is not None and limit < 1):
-        raise UserError(f"perplexity: need windows of 2 tokens and 1 window at least, got {window_tokens} and {limit}")
+    if window_tokens < 2:
+        raise UserError(f"perplexity: a window needs 2 tokens at least, got {window_tokens}")
+    if limit is not None and limit < 1:
+        raise UserError(f"perplexity: need 1 window at least, got {limit}")
     count = len(tokens) // window_tokens
     if count < 1:
         raise UserError(f"perplexity: the text has {len(tokens)} tokens, a window takes {window_tokens}")

@@ -212,10 +212,11 @@ def test_an_existing_output_is_refused_before_any_work(converted, hf_folder):
     [
         ({"bits": (0, 4)}, r"bits 0\.\.4: need 1 <= lowest <= highest <= 8"),
         ({"bits": (5, 3)}, r"bits 5\.\.3"),
+        ({"bits": (9, 9)}, r"bits 9: need"),
         ({"bits": (3, 9)}, r"bits 3\.\.9"),
         ({"samples": 65}, "too short: 4096 tokens are 64 sequences of 64, need 65"),
-        ({"samples": 0}, "at least 1 sample, 1 tokens each and a seed of 0 or more, got 0, 64 and 0"),
-        ({"seed": -1}, "got 8, 64 and -1"),
+        ({"samples": 0}, "calibration: samples: 0 is less than 1"),
+        ({"seed": -1}, "calibration: seed: -1 is less than 0"),
         ({"sequence_length": 513}, "sequences of 513 tokens exceed the model's context of 512"),
     ],
 )
@@ -267,7 +268,7 @@ def test_a_tokenizer_must_be_there_and_be_the_models(folder, tmp_path):
 
 def test_a_full_disk_is_noticed_first(hf_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"the conversion takes up to \d+ bytes, 1000 are free"):
+    with pytest.raises(UserError, match=r"the conversion takes up to [\d.]+ [KM]iB of disk, 0.98 KiB are free"):
         convert(hf_folder, tmp_path / "out", report=silent, **SMALL)
 
 

@@ -164,3 +164,15 @@ def test_a_missing_model_is_one_line(tmp_path, capsys):
     assert main(["demo", "--model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_results_that_are_a_file_are_refused_and_kept(tmp_path, capsys):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    model = tmp_path / "model"
+    (model / "text").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "text" / "heldout.txt").write_text("It was a dark night.")
+    assert main(["demo", "--model", str(model), "--out", str(out)]) == 2
+    assert "a file; the demo's results need a folder" in capsys.readouterr().err
+    assert out.read_text() == "mine"
