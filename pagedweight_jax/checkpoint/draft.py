@@ -172,7 +172,8 @@ class Draft:
           overwrite: replace a paged checkpoint that is already there.
 
         Raises:
-          UserError: the arrays are not those that the model and the bits ask for.
+          UserError: the arrays are not those that the model and the bits ask for; or ``out`` is complete, but what is
+            left beside it cannot be removed.
         """
         infos = {}
         for step in self.steps():
@@ -200,10 +201,14 @@ class Draft:
         if self.out.exists():
             self.out.rename(replaced)
         self._checkpoint.rename(self.out)
-        sync(self.out.parent)
-        if overwrite and replaced.exists():
-            shutil.rmtree(replaced)
-        shutil.rmtree(self.folder)
+        leftovers = [replaced, self.folder] if overwrite and replaced.exists() else [self.folder]
+        try:
+            sync(self.out.parent)
+            for leftover in leftovers:
+                shutil.rmtree(leftover)
+        except OSError as error:
+            names = " and ".join(leftover.name for leftover in leftovers)
+            raise UserError(f"{self.out}: complete, but then: {error}; {names} may be removed") from error
 
 
 @contextmanager
@@ -276,6 +281,8 @@ def open_draft(
                 (draft.folder / name).mkdir(exist_ok=True)
             _write(draft.folder / "inputs.json", json.dumps(inputs))
             yield draft
+        except UserError:  # says itself what is there, and may quote a full disk
+            raise
         except Exception as error:
             full = _is_full(error)
             if not full and not isinstance(error, OSError):
@@ -286,7 +293,7 @@ def open_draft(
             raise UserError(f"{out}: {why}; {kept if steps else 'nothing was written'}") from error
         finally:
             if draft.folder.exists() and not draft.steps():
-                shutil.rmtree(draft.folder)
+                shutil.rmtree(draft.folder, ignore_errors=True)  # what ended it is told, not this
 
 
 def save(
@@ -303,5 +310,5 @@ def save(
         try:
             draft.publish(manifest, files, overwrite)
         except BaseException:
-            shutil.rmtree(draft.folder)
+            shutil.rmtree(draft.folder, ignore_errors=True)
             raise

@@ -2,8 +2,10 @@
 """A paged checkpoint comes back bit for bit, and is there whole or not at all."""
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import shutil
 
 import jax
@@ -12,8 +14,9 @@ import numpy as np
 import pytest
 from orbax.checkpoint.experimental import v1 as ocp
 
+from pagedweight_jax.checkpoint import draft as drafts
 from pagedweight_jax.checkpoint import paged
-from pagedweight_jax.checkpoint.draft import save
+from pagedweight_jax.checkpoint.draft import open_draft, save
 from pagedweight_jax.checkpoint.manifest import from_json, page_name
 from pagedweight_jax.checkpoint.paged import (
     INDEX_BYTES,
@@ -140,6 +143,69 @@ def test_arrays_that_do_not_fit_the_model_are_not_written(manifest, groups, sour
     with pytest.raises(UserError, match="array pages/0/down/1 is uint32"):
         save(tmp_path / "out", manifest, [short, *groups[1:]], source_files)
     assert list(tmp_path.iterdir()) == []
+
+
+def stick(patch, module, name, stuck, code):
+    """Makes ``module.name`` fail for one path, unless it is to ignore that."""
+    works = getattr(module, name)
+
+    def sticking(path, **options):
+        if path != stuck:
+            works(path, **options)
+        elif not options.get("ignore_errors"):
+            raise OSError(code, os.strerror(code), str(path))
+
+    patch.setattr(module, name, sticking)
+
+
+def convert(out, manifest, groups, files, overwrite=False):
+    """As ``save``, but a finished step is kept."""
+    with open_draft(out, {}, overwrite) as draft:
+        draft.commit("all", groups, {})
+        draft.publish(manifest, files, overwrite)
+
+
+STICKS = {"draft": ("rmtree", "tiny.partial"), "old one": ("rmtree", "tiny.replaced"), "its name": ("sync", "")}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC], ids=["denied", "full"])
+@pytest.mark.parametrize(("name", "stuck"), STICKS.values(), ids=STICKS)
+def test_an_error_behind_the_last_rename_says_that_the_checkpoint_is_complete(
+    copy, manifest, groups, source_files, tmp_path, monkeypatch, name, stuck, code
+):
+    (copy / "stray").write_text("of the old one")
+    with monkeypatch.context() as patch:
+        stick(patch, drafts.shutil if name == "rmtree" else drafts, name, tmp_path / stuck, code)
+        with pytest.raises(UserError) as raised:
+            convert(copy, manifest, groups, source_files, overwrite=True)
+    said = f"[Errno {code}] {os.strerror(code)}: '{tmp_path / stuck}'"
+    assert str(raised.value) == f"{copy}: complete, but then: {said}; tiny.replaced and tiny.partial may be removed"
+    assert not (copy / "stray").exists()
+    assert verify(copy) == []
+    save(copy, manifest, groups, source_files, overwrite=True)  # what is left is in nobody's way
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_an_error_before_the_last_rename_says_what_is_kept(manifest, groups, source_files, tmp_path, monkeypatch):
+    out, partial = tmp_path / "tiny", tmp_path / "tiny.partial"
+    stick(monkeypatch, drafts, "sync", partial / "checkpoint" / "manifest.json", errno.EACCES)
+    with pytest.raises(UserError, match=r"denied.*; 1 finished steps are kept in tiny\.partial, run the same"):
+        convert(out, manifest, groups, source_files)
+    shutil.rmtree(partial)
+    with pytest.raises(UserError, match=r"denied.*; nothing was written$"):
+        save(out, manifest, groups, source_files)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_draft_that_cannot_be_removed_hides_no_error(
+    manifest, groups, source_files, tmp_path, monkeypatch, publishes
+):
+    stick(monkeypatch, drafts.shutil, "rmtree", tmp_path / "out.partial", errno.EACCES)
+    groups = groups if publishes else [groups[0]]
+    with pytest.raises(UserError, match="out: complete, but then" if publishes else "array .* is not listed"):
+        save(tmp_path / "out", manifest, groups, source_files)
+    assert (tmp_path / "out").exists() == publishes
 
 
 # ---- reading ----
