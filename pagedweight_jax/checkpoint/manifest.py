@@ -165,8 +165,9 @@ def from_json(text: str) -> PagedManifest:
             )
     try:
         config = fields["config"] = ModelConfig(**_tuples(fields["config"]))
-        if not config.num_layers == len(config.sparse_layers) == len(config.windows):
-            raise ValueError(f"{config.num_layers} layers, of which {len(config.sparse_layers)} are described")
+        sparse, windows = len(config.sparse_layers), len(config.windows)
+        if not config.num_layers == sparse == windows:
+            raise ValueError(f"{config.num_layers} layers, {sparse} in sparse_layers, {windows} in windows")
         fields["calibration"] = CalibrationRun(**fields["calibration"])
         fields["arrays"] = {name: ArrayInfo(**_tuples(info)) for name, info in fields["arrays"].items()}
         manifest = PagedManifest(**fields)
