@@ -13,7 +13,6 @@ from pagedweight_jax.models.weights import LayerWeights, MoEWeights
 PIECE_BYTES = 128 << 20
 """Sent to a GPU at once: what is sent waits in page-locked memory, which is kept."""
 
-
 MAPPED_BYTES = 4 << 20
 """Arrays of this size get pages of their own from the operating system; the quantizer's tables take half of it."""
 
