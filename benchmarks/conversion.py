@@ -74,6 +74,8 @@ def main() -> None:
         run(job, progress=progress, watch=watch)
     except KeyboardInterrupt:
         written = partial_folder(args.out)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one neither loses the record nor leaves half a folder
+        signal.signal(number, signal.SIG_IGN)
     wall_s = time.perf_counter() - start
     config, layouts = job.manifest.config, job.manifest.layouts()
     record = {"layers": config.num_layers, "experts": config.num_experts, "bits": list(args.bits), **options}
@@ -95,7 +97,6 @@ def main() -> None:
     for name, value in record.items():
         print(f"{name:20} {value}")
     append_result(args.results, "conversion", record)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not leave half of it behind
     shutil.rmtree(written, ignore_errors=True)  # stopped before its first finished step, it left none
 
 
