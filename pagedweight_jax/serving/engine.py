@@ -146,9 +146,10 @@ class Engine:
             return
         request.cancelled = True
         self._cancelled.append(request.number)
-        if request.row is not None:
-            self._assign_row(request.row, SamplingParams(), ())
-        self.scheduler.finish(request)
+        row = request.row
+        self.scheduler.finish(request)  # first: it holds even where the device's state is lost
+        if row is not None:
+            self._assign_row(row, SamplingParams(), ())
 
     def step(self, record: BoundaryEvent | None = None) -> list[Request]:
         """Runs one boundary and its calls; returns the requests whose last token the host saw.

@@ -24,7 +24,8 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
     def hold(*interrupt) -> None:
         if held:
             handler(*interrupt)
-        held.append(interrupt)
+        else:
+            held.append(interrupt)
 
     def let_through() -> None:
         if held:
@@ -35,4 +36,4 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
         yield let_through
     finally:
         signal.signal(signal.SIGINT, handler)
-    let_through()
+        let_through()  # also where an error ends the body: whoever mends that one must not go on

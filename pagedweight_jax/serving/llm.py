@@ -2,6 +2,7 @@
 """Offline generation: prompts in, texts out, with as many requests in flight as the engine has rows."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pagedweight_jax.checkpoint.paged import Progress, no_progress, open_checkpoint
@@ -69,7 +70,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns one output per prompt, in their order. All prompts are checked before the first one runs.
 
-        Ctrl-C ends it between two steps; what was asked for is cancelled, and the engine serves on.
+        Ctrl-C ends it between two steps; what was asked for is cancelled, and the engine serves on. A second Ctrl-C
+        ends it at once: a step that is cut short leaves an engine that can only be closed.
 
         Args:
           prompts: texts, or token ids.
@@ -97,16 +99,18 @@ class LLM:
                     self.engine.step()
                     on_step(self)
                     let_interrupts_through()
-            finally:  # an error or an interrupt leaves nothing behind; what has ended is past cancelling
+            except BaseException:  # nothing is left behind, and the caller hears of what ended it, not of what followed
                 for request in requests:
-                    self.engine.cancel(request)
+                    with suppress(Exception):  # the step may have given the engine's state away
+                        self.engine.cancel(request)
+                raise
         text_of = self.tokenizer.decode if any(isinstance(prompt, str) for prompt in prompts) else None
         return [self._output(request, text_of) for request in requests]
 
     def _add_request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
         tokenizer = self.tokenizer if isinstance(prompt, str) else None
         try:
-            return self.engine.add_request(encode(tokenizer, prompt) if tokenizer else prompt, params)
+            return self.engine.add_request(prompt if tokenizer is None else encode(tokenizer, prompt), params)
         except UserError as error:
             raise UserError(f"prompt {place}: {error}") from error
 

@@ -62,21 +62,43 @@ def test_a_prompt_of_bytes_that_are_no_text_is_refused():
         encode(None, "ab\udcff")
 
 
+def test_a_text_is_encoded_whatever_the_length_of_its_tokenizer(llm, monkeypatch):
+    class Empty:
+        """No word of its own, so that it is false."""
+
+        def __len__(self):
+            return 0
+
+        def encode(self, text):
+            return [ord(character) for character in text]
+
+        def decode(self, tokens):
+            return f"{len(tokens)} tokens"
+
+    monkeypatch.setattr("pagedweight_jax.serving.llm.load_tokenizer", lambda path: Empty())
+    (output,) = llm.generate(["ab"], FOUR)
+    assert (output.prompt_token_ids, output.text) == ((97, 98), "4 tokens")
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
 @contextmanager
-def interrupted(llm, monkeypatch):
-    """Ctrl-C in the middle of the third step: its decode call has run, and its state is not kept yet."""
+def disturbed(llm, monkeypatch, disturb):
+    """``disturb`` in the middle of the third step: its decode call has run, and its state is not kept yet."""
     engine, calls = llm.engine, []
     decode = engine.programs.decode
 
-    def pressed(*args):
+    def third(*args):
         result = decode(*args)
         calls.append(None)
         if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
+            disturb()
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "programs", replace(engine.programs, decode=pressed))
+        patch.setattr(engine, "programs", replace(engine.programs, decode=third))
         yield calls
 
 
@@ -85,7 +107,7 @@ MANY = ([(1, 2, 3)] * 9, SamplingParams(max_tokens=80, ignore_eos=True))
 
 def test_ctrl_c_ends_a_run_between_two_steps_and_the_engine_serves_on(llm, monkeypatch):
     before = llm.generate([(1, 2, 3)], FOUR)
-    with interrupted(llm, monkeypatch) as calls, pytest.raises(KeyboardInterrupt):
+    with disturbed(llm, monkeypatch, ctrl_c) as calls, pytest.raises(KeyboardInterrupt):
         llm.generate(*MANY)
     assert len(calls) == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -94,13 +116,34 @@ def test_ctrl_c_ends_a_run_between_two_steps_and_the_engine_serves_on(llm, monke
     llm.engine.check_invariants()
 
 
+def break_down():
+    raise RuntimeError("the step broke down")
+
+
+def two_ctrl_c():
+    ctrl_c()
+    ctrl_c()
+
+
+@pytest.mark.parametrize(("disturb", "error"), [(two_ctrl_c, KeyboardInterrupt), (break_down, RuntimeError)])
+def test_what_cuts_a_step_short_is_what_the_caller_hears_of(flat, flat_engine, monkeypatch, disturb, error):
+    with LLM(flat.checkpoint.path, flat_engine.config) as llm:  # its own engine: this one is lost
+        with disturbed(llm, monkeypatch, disturb) as calls, pytest.raises(error):
+            llm.generate(*MANY)
+        assert len(calls) == 3
+        assert llm.engine.state.arena_AW.is_deleted()
+        assert not llm.engine.has_work
+        assert llm.engine.blocks.used_blocks == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_second_ctrl_c_does_not_wait():
     ended = []
 
     def step_without_end():
         with interrupts_held():
             for _ in range(2):
-                signal.raise_signal(signal.SIGINT)
+                ctrl_c()
                 ended.append(False)
 
     with pytest.raises(KeyboardInterrupt):
@@ -110,20 +153,37 @@ def test_a_second_ctrl_c_does_not_wait():
 
 def test_ctrl_c_is_not_lost_at_the_end_and_other_handlers_stay():
     with pytest.raises(KeyboardInterrupt), interrupts_held():
-        signal.raise_signal(signal.SIGINT)
+        ctrl_c()
     seen, before = [], signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
     try:
         with interrupts_held() as let_through:
-            signal.raise_signal(signal.SIGINT)
+            ctrl_c()
             assert not seen
             let_through()
             let_through()
             assert seen == ["theirs"]
+            ctrl_c()
+            ctrl_c()
+            assert seen == ["theirs"] * 2
+            let_through()
+            let_through()
+        assert seen == ["theirs"] * 3
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with interrupts_held():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_not_lost_behind_an_error():
+    def fails():
+        with interrupts_held():
+            ctrl_c()
+            raise UserError("a prompt that cannot be served")
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        fails()
+    assert isinstance(interrupt.value.__context__, UserError)
 
 
 def test_another_thread_may_generate(llm):
