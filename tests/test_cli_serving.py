@@ -108,7 +108,8 @@ def test_a_budget_fits_the_device(run_cli, checkpoint, configs, monkeypatch):
     assert budget(whole // 2) == int(0.95 * (whole // 2))
     assert budget(1 << 30, "--memory", "50%") == 1 << 29
     assert budget(1 << 30, "--memory", "48MiB") == 48 << 20
-    assert "memory 50%: a cpu does not say how much it has; give bytes" in budget(None, "--memory", "50%")
+    for share in ("50%", "0.4%"):
+        assert f"memory {share}: a cpu does not say how much it has; give bytes" in budget(None, "--memory", share)
     assert "a share lies above 0% and up to 100%" in budget(1 << 30, "--memory", "101%")
 
 
@@ -159,8 +160,8 @@ def test_evaluate_under_pressure_measures_divergence_and_saves_its_schedule(run_
     assert (result["mode"], result["batch"], result["windows"]) == ("dynamic", 2, 2)
     assert 0 < result["kl"] < 0.02
     assert result["peak_device_bytes"] <= result["budget_bytes"]
-    assert json.loads(schedule.read_text())["score"] == result
-    saved = read_schedule(schedule)
+    saved, score = read_schedule(schedule)
+    assert score == result
     assert [boundary.chunks for boundary in saved.boundaries if boundary.chunks] == [2]
     assert saved.mean_bits == result["mean_bits"] == 6
     code, out, _ = run_cli("evaluate", checkpoint, "--text", text, *options, "--reference", hf_folder)
@@ -185,6 +186,20 @@ def test_a_schedule_that_cannot_be_written_costs_no_score(run_cli, checkpoint, t
     code, out, err = run_cli("evaluate", checkpoint, *options, tmp_path / "s.json")
     assert (code, json.loads(out)["windows"]) == (2, 1)
     assert "No space left on device" in err
+
+
+def test_a_score_that_cannot_be_printed_costs_no_schedule(run_cli, checkpoint, tmp_path, monkeypatch):
+    def gone(*_):
+        raise OSError(5, "Input/output error")
+
+    text, schedule = tmp_path / "text.txt", tmp_path / "s.json"
+    text.write_text(TEXT)
+    monkeypatch.setattr(serving, "print_json", gone)
+    options = ("--text", text, *SIZES, "--limit", 1, "--json", "--schedule", schedule)
+    code, out, err = run_cli("evaluate", checkpoint, *options)
+    assert (code, out) == (2, "")
+    assert "Input/output error" in err
+    assert read_schedule(schedule)[1]["windows"] == 1
 
 
 def test_evaluate_refuses_the_reference_of_another_model(run_cli, checkpoint, hf_folder, tmp_path):

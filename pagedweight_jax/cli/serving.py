@@ -17,7 +17,7 @@ PRESSURE_BATCH = 16
 """Windows that a dynamic policy is scored on together."""
 
 MOST_OF_DEVICE = 0.95
-"""Share of the device that a budget takes that nobody gave: its driver and programs need a little."""
+"""Share of what JAX may take of the device that a budget takes that nobody gave; the rest is a margin."""
 
 
 def add_verbs(verbs) -> None:
@@ -85,7 +85,7 @@ def _add_common(verb) -> None:
 
 
 def parse_memory(text: str) -> int | float:
-    """Returns bytes, or the share of the device 0.9 for ``90%``.
+    """Returns bytes, or 0.9 for ``90%``, a share of what JAX may take of the device.
 
     Raises:
       UserError: it is neither.
@@ -185,16 +185,19 @@ def evaluate(args: argparse.Namespace) -> int:
         "budget_bytes": config.memory_bytes,
         "peak_device_bytes": max(boundary.device_bytes for boundary in schedule.boundaries),
     }
-    if args.json:
-        print_json(result)
-    else:
-        kl = "" if score.kl is None else f", KL {score.kl:.5f} ± {score.kl_standard_error:.5f} nats a token,"
-        print(
-            f"perplexity {result['perplexity']:.4f}{kl} on {result['windows']} windows of {result['window_tokens']} "
-            f"tokens; {_bits_line([boundary.mean_bits for boundary in schedule.boundaries], config.memory_bytes)}"
-        )
-    if args.schedule:
-        write_schedule(args.schedule, schedule, result)
+    try:
+        if args.schedule:
+            write_schedule(args.schedule, schedule, result)
+    finally:  # a full disk does not cost the score, nor a reader that has gone the schedule
+        if args.json:
+            print_json(result)
+        else:
+            kl = "" if score.kl is None else f", KL {score.kl:.5f} ± {score.kl_standard_error:.5f} nats a token,"
+            bits = _bits_line([boundary.mean_bits for boundary in schedule.boundaries], config.memory_bytes)
+            print(
+                f"perplexity {result['perplexity']:.4f}{kl} on {result['windows']} windows of "
+                f"{result['window_tokens']} tokens; {bits}"
+            )
     return 0
 
 
@@ -237,7 +240,7 @@ def _longest_context(folder: Path, prompts: list[str], max_tokens: int, context_
 
 
 def _with_budget(config: ServeConfig, manifest, memory: int | float | None) -> ServeConfig:
-    """Returns ``config`` with the budget ``memory``: bytes, a share of the device, or None for all that is of use.
+    """Returns ``config`` with the budget ``memory``: bytes, a share of what JAX may take, or None for all of use.
 
     What the machine cannot run is refused here, before anything takes time.
     """
@@ -252,7 +255,7 @@ def _with_budget(config: ServeConfig, manifest, memory: int | float | None) -> S
     limit_bytes = device_memory_bytes(device)
     if isinstance(memory, float):
         if limit_bytes is None:
-            raise UserError(f"memory {memory:.0%}: a {device.platform} does not say how much it has; give bytes")
+            raise UserError(f"memory {100 * memory:g}%: a {device.platform} does not say how much it has; give bytes")
         memory = int(memory * limit_bytes)
     if memory is None:
         kv_tokens = config.max_num_seqs * config.max_model_len

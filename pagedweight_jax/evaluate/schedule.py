@@ -104,8 +104,8 @@ def write_schedule(path: Path, schedule: Schedule, score: dict) -> None:
     )
 
 
-def read_schedule(path: Path) -> Schedule:
-    """Returns the schedule that ``write_schedule`` wrote.
+def read_schedule(path: Path) -> tuple[Schedule, dict]:
+    """Returns the schedule and the score that ``write_schedule`` wrote, to study which bits led to which score.
 
     Raises:
       UserError: no such file, or one that holds something else.
@@ -117,6 +117,7 @@ def read_schedule(path: Path) -> Schedule:
             for row in fields["boundaries"]
         )
         initial_LEU = np.array(fields["initial_LEU"], np.uint8)
-        return Schedule(budget_bytes=fields["budget_bytes"], initial_LEU=initial_LEU, boundaries=boundaries)
+        schedule = Schedule(budget_bytes=fields["budget_bytes"], initial_LEU=initial_LEU, boundaries=boundaries)
+        return schedule, fields["score"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a schedule ({type(error).__name__})") from error

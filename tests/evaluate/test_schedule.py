@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A schedule says which bits every block had at every boundary, and comes back from disk as it was."""
 
-import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,8 +54,8 @@ def test_means_count_scored_tokens(schedule):
 
 def test_a_schedule_comes_back_from_disk(schedule, tmp_path):
     write_schedule(tmp_path / "schedule.json", schedule, {"perplexity": 12.5, "kl": None})
-    assert json.loads((tmp_path / "schedule.json").read_text())["score"] == {"perplexity": 12.5, "kl": None}
-    read = read_schedule(tmp_path / "schedule.json")
+    read, score = read_schedule(tmp_path / "schedule.json")
+    assert score == {"perplexity": 12.5, "kl": None}
     assert read.boundaries == schedule.boundaries
     assert read.budget_bytes == 40
     np.testing.assert_array_equal(read.bits(), schedule.bits())
@@ -71,7 +70,15 @@ def test_a_change_from_bits_that_a_block_does_not_have_is_seen(schedule):
         replace(schedule, boundaries=(*schedule.boundaries, wrong)).bits()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"budget_bytes": 1, "initial_LEU": [], "boundaries": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"budget_bytes": 1, "initial_LEU": [], "boundaries": []}',
+        '{"score": {}, "budget_bytes": 1, "initial_LEU": [], "boundaries": [{}]}',
+    ],
+)
 def test_another_file_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="not a schedule"):
