@@ -6,10 +6,10 @@
 Each figure is the median of 21 runs of one jitted loop of dependent calls, divided by the calls. Attention reads four
 sets of blocks in turn, frames move through two sets of places; each set of 16 rows is larger than the L2 cache, and all
 lie in random order in an arena of more than 4 GiB. Everything is compiled first: a compilation beside a timing starves
-its launches. Attention is held to the definition (``paged_attention/reference.py``) on the same cache. Decode counts
-the bytes of keys and values that its queries see, prefill its floating-point operations (two products of causal
-length), moves the bytes read and written. ``--sweep`` also times other program sizes. Without a GPU the kernels are
-interpreted on tiny shapes: a check of this script, not a timing.
+its launches. Attention is held to the definition (``paged_attention/reference.py``) on the same cache. Decode is all of
+it, with rope and the KV write, and counts the bytes of keys and values that its queries see, prefill its floating-point
+operations (two products of causal length), moves the bytes read and written. ``--sweep`` also times other program
+sizes. Without a GPU the kernels are interpreted on tiny shapes: a check of this script, not a timing.
 """
 
 import argparse

@@ -142,9 +142,10 @@ def forward(
         carry, x_TD, addends = layer_addends(
             config, layer, w, x_TD, n_TD, positions_T, carry, attend, routed, implementation
         )
-        x_TD, n_TD = dense.add_norm(
-            x_TD, next_norm_D, config.rms_norm_eps, **addends, implementation=implementation
-        )
+        with jax.named_scope("next_norm"):
+            x_TD, n_TD = dense.add_norm(
+                x_TD, next_norm_D, config.rms_norm_eps, **addends, implementation=implementation
+            )
     return carry, n_TD
 
 

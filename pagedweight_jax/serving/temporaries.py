@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pagedweight_jax.config import ModelConfig, ServeConfig
 from pagedweight_jax.serving.state import Geometry
-from pallas_kernels.moe_ffn.api import DECODE_TOKENS, DEQUANTIZED_BYTES
+from pallas_kernels.moe_ffn.api import DECODE_TOKENS, DEQUANTIZED_BYTES, LOOKED_UP_BITS
 from pallas_kernels.paged_attention.layout import SPLIT_TOKENS
 
 
@@ -42,8 +42,6 @@ def estimate_temporary_bytes(model: ModelConfig, geometry: Geometry, config: Ser
 
 def _dequantized_bytes(model: ModelConfig, geometry: Geometry, block_bytes: int) -> int:
     """Returns what a chunk's kernels hold of dequantized blocks at a time: none where all are narrow."""
-    from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS  # JAX may be without Triton: only when it is used
-
     if geometry.gate_up.max_bits <= LOOKED_UP_BITS:
         return 0
     return min(model.num_experts * block_bytes, max(DEQUANTIZED_BYTES, block_bytes))

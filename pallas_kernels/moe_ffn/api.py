@@ -10,6 +10,10 @@ from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 DECODE_TOKENS = 64
 """More tokens than these are a prefill chunk: products grouped over experts, with other sums than a decode step's."""
 
+LOOKED_UP_BITS = 4
+"""Bits up to which a prefill chunk's products look their weights up; wider blocks are dequantized first. One number of
+planes for all of them: a kernel with a second loop of products waits for each of its instructions."""
+
 DEQUANTIZED_BYTES = 384 << 20
 """Bytes that dequantized weights may take in a prefill chunk, or one expert's, if those are more."""
 

@@ -22,12 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.api import DEQUANTIZED_BYTES
+from pallas_kernels.moe_ffn.api import DEQUANTIZED_BYTES, LOOKED_UP_BITS
 from pallas_kernels.moe_ffn.grouped_dequantize import dequantize
 from pallas_kernels.moe_ffn.grouped_order import CHUNK, Tiles, make_tiles, num_chunks, order_columns, order_inputs
 from pallas_kernels.moe_ffn.grouped_products import looked_up_product, plain_product
 from pallas_kernels.moe_ffn.grouped_tile import Config
-from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
 
 FEW_PAIRS = 48

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels._triton_inside import gather_shared
 from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn.api import LOOKED_UP_BITS
 from pallas_kernels.moe_ffn.code_sums import choose, split
 from pallas_kernels.moe_ffn.grouped_order import CHUNK, WORDS, num_chunks
-from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS, stack
+from pallas_kernels.moe_ffn.grouped_weights import stack
 from pallas_kernels.moe_ffn.look_up import transposed
 
 ROWS, NUM_WARPS = 16, 4

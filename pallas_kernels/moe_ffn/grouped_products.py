@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels._triton import CompilerParams
 from pallas_kernels._triton_inside import limit_registers
 from pallas_kernels.bitplane import BlockLayout
+from pallas_kernels.moe_ffn.api import LOOKED_UP_BITS
 from pallas_kernels.moe_ffn.grouped_order import CHUNK, WORDS, Tiles, loaded_rows, num_chunks, whole_chunks
 from pallas_kernels.moe_ffn.grouped_tile import Config, add_products, parts_of, write, zero_sums
-from pallas_kernels.moe_ffn.grouped_weights import LOOKED_UP_BITS, Rows
+from pallas_kernels.moe_ffn.grouped_weights import Rows
 
 LOOK_AHEAD_CHUNKS = 16
 """Whole chunks from which on a program looks weights up a chunk ahead, while the next inputs arrive. That costs one

@@ -18,10 +18,6 @@ from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn.code_sums import choose, split
 from pallas_kernels.moe_ffn.grouped_order import WORDS, narrow_bands, order_weights, whole_chunks
 
-LOOKED_UP_BITS = 4
-"""Bits up to which products look their weights up; wider blocks are dequantized first (``grouped_dequantize.py``). One
-number of planes for all of them: a kernel with a second loop of products waits for each of its instructions."""
-
 FIELDS = 0x11111111
 """The lowest bit of each field of four bits."""
 

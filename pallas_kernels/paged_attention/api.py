@@ -84,7 +84,7 @@ def paged_attention(
 
     Args:
       arena_AW: uint32 frames.
-      q_BTHM: T queries per row (1 in decode, a chunk in prefill), after rope.
+      q_BTHM: T queries per row, after rope.
       positions_BT: int32, each query's position; a negative one sees nothing and returns zeros. The others of a row
         ascend by one.
       table_BGF: int32[B, G, layer_frames], the frames of each row's blocks in this layer.

@@ -19,6 +19,10 @@ FULL_DEVICE = 132
 PREFILL_SPLIT_TOKENS = 1024
 """Keys of a split where a chunk has fewer programs than that."""
 
+TILE_BYTES = 2**14
+"""Of keys that a program of decoding takes at a time, at most. Rows are few while each multiprocessor has no more than
+two such tiles to read."""
+
 WHOLE_CONTEXT = 2**30
 """More tokens than any context has."""
 
@@ -26,12 +30,12 @@ WHOLE_CONTEXT = 2**30
 def decode_config(layout: KVLayout, num_rows: int, num_blocks: int, window: int, operand) -> DecodeConfig:
     """Returns how one query per row is cut; ``benchmarks/kernels_attention.py --sweep`` measured the choices.
 
-    The order of sums is that of any number of rows.
+    Only what leaves the order of sums alone depends on the number of rows.
     """
     itemsize = jnp.dtype(operand).itemsize
-    tile_tokens = max(64 // itemsize, min(64, 2**14 // (layout.head_dim * itemsize)))
+    tile_tokens = max(64 // itemsize, min(64, TILE_BYTES // (layout.head_dim * itemsize)))
     programs = num_rows * layout.num_kv_heads * split_count(layout, num_blocks, 1, SPLIT_TOKENS, window)
-    few = programs * tile_tokens * layout.head_dim * itemsize <= 2 * FULL_DEVICE * 2**14
+    few = programs * tile_tokens * layout.head_dim * itemsize <= 2 * FULL_DEVICE * TILE_BYTES
     return DecodeConfig(
         tile_tokens=tile_tokens,
         tiles_in_flight=2 if few else 1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as Pallas-Triton kernels that read and write KV blocks in the arena.
+"""Paged attention as Pallas-Triton kernels that read KV blocks in the arena; decoding has a kernel of its own.
 
 One program takes a tile of query rows of one KV head, all of that head's queries for a few tokens, and one split of the
 keys; it runs an online softmax over the split's key tiles on tensor cores, K and V loaded through the block table

@@ -124,7 +124,7 @@ def test_experts_dequantized_a_few_at_a_time_give_the_same(interpret, monkeypatc
 
 @pytest.mark.parametrize("interpret", MODES)
 def test_looking_weights_up_a_chunk_ahead_gives_the_same(interpret, monkeypatch):
-    spec = dataclasses.replace(TINY, hidden_size=416, expert_width=32, min_bits=3)
+    spec = dataclasses.replace(TINY, hidden_size=1152, expert_width=32, min_bits=3)  # two tiles of words, in two frames
     arena, pages = random_pages(spec, random_bits(spec))
     tokens = random_tokens(spec, 20)
     found = []
