@@ -159,7 +159,7 @@ def make_policy(
             pins=job.pins,
         )
         path = write_policy(checkpoint, online)
-        shutil.rmtree(draft.folder)
+        shutil.rmtree(draft.folder, ignore_errors=True)  # the policy is written: a failure loses nothing
     return path, online, held_out
 
 
