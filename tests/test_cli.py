@@ -199,7 +199,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run_cli, hf_folder, converted, tm
     ("argv", "line"),
     [
         ((), "the following arguments are required: VERB (pagedweight --help)"),
-        (("inspect",), "the following arguments are required: OUT (pagedweight inspect --help)"),
+        (("inspect",), "the following arguments are required: CHECKPOINT (pagedweight inspect --help)"),
         (("generate", "x", "--prompt", "hi", "--seed", "x"), "argument --seed: invalid int value: 'x' (pagedweight"),
         (("plot", "timeline", "no.jsonl", "-o", "x.png"), "no.jsonl: no such file"),
         (("inspect", "x", "--jsno"), "unrecognized arguments: --jsno (pagedweight --help)"),

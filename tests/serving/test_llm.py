@@ -16,6 +16,14 @@ from pagedweight_jax.serving.request import SamplingParams
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background, which shells let ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def llm(flat, flat_engine, monkeypatch):
     """Not closed: its engine is everybody's."""
