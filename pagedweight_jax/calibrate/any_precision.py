@@ -26,8 +26,8 @@ from pagedweight_jax.calibrate.rows_jax import JaxRows
 from pagedweight_jax.calibrate.rows_numpy import NumpyRows
 from pagedweight_jax.errors import UserError
 
-CHUNK_ROWS, CHUNK_WEIGHTS = 128, 1 << 18
-"""What a processor clusters at once, at most: the tables stay in its caches."""
+CHUNK_ROWS, CHUNK_WEIGHTS = 768, 3 << 19
+"""What a processor clusters at once, at most: passes few and long, and tables of up to 60 MB."""
 
 FLOOR = 1e-6
 """Least importance of a column, as a share of its expert's mean."""
@@ -56,9 +56,10 @@ class AnyPrecision:
 
 
 def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
-    """Returns a linear-block's rows, as many at a time as a processor takes at once."""
-    step = max(1, min(CHUNK_ROWS, CHUNK_WEIGHTS // num_columns))
-    return [slice(n, n + step) for n in range(0, num_rows, step)]
+    """Returns a linear-block's rows in chunks of like size, as a processor takes them."""
+    most = max(1, min(CHUNK_ROWS, CHUNK_WEIGHTS // num_columns))
+    step = -(-num_rows // -(-num_rows // most))
+    return [slice(n, min(n + step, num_rows)) for n in range(0, num_rows, step)]
 
 
 def positive_importance(importance_EC: np.ndarray) -> np.ndarray:

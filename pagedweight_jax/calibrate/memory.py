@@ -14,10 +14,11 @@ PIECE_BYTES = 128 << 20
 """Sent to a GPU at once: what is sent waits in page-locked memory, which is kept."""
 
 MAPPED_BYTES = 4 << 20
-"""Arrays of this size get pages of their own from the operating system; the quantizer's tables take half of it."""
+"""Arrays of this size get pages of their own from the operating system; what the quantizer makes again and again takes
+less than half of it."""
 
 KEPT_BYTES = 32 << 20
-"""What a thread may have freed at the end of its heap before it goes back: more than the quantizer's tables."""
+"""What a thread may have freed at the end of its heap before it goes back: more than the quantizer makes at once."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 

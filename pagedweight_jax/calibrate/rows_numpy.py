@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from math import prod
 
+import jax
 import numpy as np
 
 from pagedweight_jax.calibrate.clusters import TINY, Clustering, SortedRows
@@ -14,12 +15,24 @@ PLACE_BITS = 23
 RIGHT_BORDERS = 7
 """Places on a grid that clusters end at, taken together."""
 
+PIECE_WEIGHTS = 3 << 16
+"""Sorted, cut and coded at once, at most: passes over so many stay in a processor's caches."""
+
 LEAST_RANGE = np.float32(1e-25)
 """Rows of smaller weights have few places that differ: their scale must not overflow."""
 
 
+def pieces(num_rows: int, num_columns: int) -> list[slice]:
+    """Returns the rows in pieces of like size, each of ``PIECE_WEIGHTS`` weights at most or of one row."""
+    step = -(-num_rows // -(-num_rows * num_columns // PIECE_WEIGHTS))
+    return [slice(r, min(r + step, num_rows)) for r in range(0, num_rows, step)]
+
+
 class NumpyRows:
     """Keeps its large arrays from chunk to chunk of rows: fresh memory costs more than the arithmetic on it.
+
+    Long passes go piece by piece of a chunk. A seed's many short ones take the chunk whole: threads wait for Python's
+    lock between them, and the longer they are, the less.
 
     What ``sort`` returns holds until the next ``sort``; not to be shared between threads.
     """
@@ -35,9 +48,9 @@ class NumpyRows:
             self._memory[name] = np.empty(size, dtype)
         return self._memory[name][:size].reshape(shape)
 
-    def _ordered(self, w_RC: np.ndarray, h_C: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns every row's places in the flat ``w_RC`` in ascending order of their weights, int64[R, C], and in that
-        order the weights and their columns' h.
+    def _order(self, w_RC: np.ndarray, h_C: np.ndarray, order_RC: np.ndarray, value_RC: np.ndarray) -> np.ndarray:
+        """Writes every row's places in the flat ``w_RC`` in ascending order of their weights, and the weights in that
+        order; returns their columns' h, float64[R, C].
 
         Integers with a weight's place in its row's range above its column sort fast, and one way. Of 32 bits, 2048
         columns leave 21 for the place: that takes half the time of 64 and leaves few neighbours to swap.
@@ -47,7 +60,6 @@ class NumpyRows:
         largest_R1 = np.maximum(w_RC.max(1, keepdims=True), -w_RC.min(1, keepdims=True))
         scale_R1 = np.float32((1 << min(31 - column_bits, PLACE_BITS)) - 1) / np.maximum(largest_R1, LEAST_RANGE)
         place_RC, key_RC = self._array("place", w_RC.shape, np.float32), self._array("key", w_RC.shape, np.int32)
-        order_RC, value_RC = self._array("order", w_RC.shape, np.int64), self._array("value", w_RC.shape, np.float32)
         h_RC = self._array("gain", w_RC.shape)
 
         def gather():
@@ -70,7 +82,7 @@ class NumpyRows:
             order_RC.sort(axis=1)
             order_RC &= 0xFFFFFFFF
             gather()
-        return order_RC, value_RC, h_RC
+        return h_RC
 
     def _swap_neighbours(self, value_RC: np.ndarray, *others: np.ndarray) -> bool:
         """Sorts rows that almost are, and others with them; False if they are not, and too much work is left."""
@@ -89,22 +101,35 @@ class NumpyRows:
 
     def sort(self, w_RC: np.ndarray, h_C: np.ndarray) -> SortedRows:
         R, C = w_RC.shape
-        order_RC, value_RC, h_RC = self._ordered(np.ascontiguousarray(w_RC), h_C)
-        center_R1 = value_RC[:, C // 2, None].astype(np.float64)
+        rows = SortedRows(
+            order_RC=self._array("order", (R, C), np.int64),
+            value_RC=self._array("value", (R, C), np.float32),
+            center_R1=np.empty((R, 1)),
+            mass_RI=self._array("mass", (R, C + 1)),
+            moment_RI=self._array("moment", (R, C + 1)),
+            start_RI=self._array("start", (R, C + 1), np.int32),
+            distinct_R=np.full(R, C),
+        )
+        for piece in pieces(R, C):
+            self._sort(np.ascontiguousarray(w_RC[piece]), h_C, jax.tree.map(lambda x, piece=piece: x[piece], rows))
+        return rows
+
+    def _sort(self, w_RC: np.ndarray, h_C: np.ndarray, rows: SortedRows) -> None:
+        """Writes what ``sort`` returns."""
+        (R, C), value_RC, start_RI = w_RC.shape, rows.value_RC, rows.start_RI
+        h_RC = self._order(w_RC, h_C, rows.order_RC, value_RC)
+        rows.center_R1[:] = value_RC[:, C // 2, None]
 
         sums_RI = self._array("sums", (R, C + 1), np.complex128)  # two sums in the time of one
         sums_RI[:, 0] = 0
         sums_RI.real[:, 1:] = h_RC
         offset_RC = self._array("weight", (R, C))
         offset_RC[:] = value_RC
-        offset_RC -= center_R1
-        h_RC *= offset_RC
-        sums_RI.imag[:, 1:] = h_RC
+        offset_RC -= rows.center_R1
+        np.multiply(h_RC, offset_RC, out=sums_RI.imag[:, 1:])
         np.cumsum(sums_RI[:, 1:], axis=1, out=sums_RI[:, 1:])
-        mass_RI, moment_RI = self._array("mass", sums_RI.shape), self._array("moment", sums_RI.shape)
-        mass_RI[:], moment_RI[:] = sums_RI.real, sums_RI.imag
+        rows.mass_RI[:], rows.moment_RI[:] = sums_RI.real, sums_RI.imag
 
-        start_RI, distinct_R = self._array("start", sums_RI.shape, np.int32), np.full(R, C)
         start_RI[:] = np.arange(C + 1)
         equal_RC = self._array("equal", (R, C - 1), bool)
         np.equal(value_RC[:, 1:], value_RC[:, :-1], out=equal_RC)
@@ -114,14 +139,20 @@ class NumpyRows:
             starts = start_RI[some]
             starts[:, 1:-1] *= ~equal_RC[some]
             start_RI[some] = np.maximum.accumulate(starts, axis=1, out=starts)
-            distinct_R[some] -= np.count_nonzero(equal_RC[some], axis=1)
+            rows.distinct_R[some] -= np.count_nonzero(equal_RC[some], axis=1)
             flat = start_RI[some] + (C + 1) * np.arange(R)[some, None]
-            for sums_RI in (mass_RI, moment_RI):
+            for sums_RI in (rows.mass_RI, rows.moment_RI):
                 sums_RI[some] = np.take(sums_RI.reshape(-1), flat, out=self._array("gain", flat.shape), mode="clip")
-        return SortedRows(order_RC, value_RC, center_R1, mass_RI, moment_RI, start_RI, distinct_R)
 
     def best_cuts(self, rows: SortedRows, clustering: Clustering) -> np.ndarray:
-        (R, I), K = rows.mass_RI.shape, clustering.borders.shape[1] - 1
+        cuts = np.empty_like(clustering.borders[:, 1:])
+        for piece in pieces(*rows.value_RC.shape):
+            of_piece = Clustering(*(x[piece] for x in clustering))
+            cuts[piece] = self._best_cuts(rows.mass_RI[piece], rows.moment_RI[piece], of_piece)
+        return cuts
+
+    def _best_cuts(self, mass_RI: np.ndarray, moment_RI: np.ndarray, clustering: Clustering) -> np.ndarray:
+        (R, I), K = mass_RI.shape, clustering.borders.shape[1] - 1
         start, m, s = clustering.borders[:, :-1], clustering.mass, clustering.moment
         # Cluster by cluster [start, end) tiles the positions once a row's last cluster takes position C as well.
         counts = np.diff(clustering.borders, axis=1)
@@ -131,7 +162,7 @@ class NumpyRows:
         def spread(x_RK):
             return np.repeat(x_RK.reshape(-1), counts_flat)
 
-        mass, moment = rows.mass_RI.reshape(-1), rows.moment_RI.reshape(-1)
+        mass, moment = mass_RI.reshape(-1), moment_RI.reshape(-1)
         gain, weight = self._array("gain", (R * I,)), self._array("weight", (R * I,))
         mean = np.diff(s, axis=1) / (np.diff(m, axis=1) + TINY)
         np.multiply(mass, spread(mean), out=gain)
@@ -154,12 +185,12 @@ class NumpyRows:
         return np.where((best <= places) | (counts == 0), clustering.borders[:, 1:], places - (best & places))
 
     def codes(self, rows: SortedRows, borders: np.ndarray) -> np.ndarray:
-        R, K = borders.shape[0], borders.shape[1] - 1
-        labels_RK = np.tile(np.arange(K, dtype=np.uint8), (R, 1))
-        codes_RC = np.empty(rows.order_RC.shape, np.uint8)
-        codes_RC.reshape(-1)[rows.order_RC.reshape(-1)] = np.repeat(
-            labels_RK.reshape(-1), np.diff(borders, axis=1).reshape(-1)
-        )
+        codes_RC, code_K = np.empty(rows.order_RC.shape, np.uint8), np.arange(borders.shape[1] - 1, dtype=np.uint8)
+        for piece in pieces(*codes_RC.shape):
+            counts = np.diff(borders[piece], axis=1)
+            label_RK = np.broadcast_to(code_K, counts.shape)
+            in_order = np.repeat(label_RK.reshape(-1), counts.reshape(-1))
+            codes_RC[piece].reshape(-1)[rows.order_RC[piece].reshape(-1)] = in_order
         return codes_RC
 
     def take(self, x_RX: np.ndarray, row: np.ndarray, index: np.ndarray) -> np.ndarray:

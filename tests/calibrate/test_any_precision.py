@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pagedweight_jax.calibrate import any_precision
+from pagedweight_jax.calibrate import any_precision, rows_numpy
 from pagedweight_jax.calibrate.any_precision import (
     CHUNK_ROWS,
     dequantize,
@@ -174,17 +174,19 @@ def test_blocks_do_not_depend_on_their_neighbours():
             np.testing.assert_array_equal(alone.luts[bits][0], ap.luts[bits][e])
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(1, 128), (2048, 128), (2049, 127), (14336, 18), (1 << 20, 1)])
+@pytest.mark.parametrize(("columns", "rows"), [(1, 500), (2048, 500), (4096, 334), (14336, 100), (1 << 20, 1)])
 def test_wide_blocks_are_clustered_fewer_rows_at_a_time(columns, rows):
-    chunks = row_chunks(300, columns)
+    chunks = row_chunks(1000, columns)
     assert chunks[0] == slice(0, rows)
-    assert [n for chunk in chunks for n in range(300)[chunk]] == list(range(300))
+    assert [n for chunk in chunks for n in range(1000)[chunk]] == list(range(1000))
 
 
-def test_rows_clustered_together_do_not_matter(monkeypatch):
+@pytest.mark.parametrize(("module", "limit"), [(any_precision, "CHUNK_WEIGHTS"), (rows_numpy, "PIECE_WEIGHTS")])
+def test_rows_clustered_together_do_not_matter(monkeypatch, module, limit):
     w_ENC, h_EC = random_blocks(E=2, N=40, C=96)
+    w_ENC[1, 11:30] = np.round(w_ENC[1, 11:30], 1)  # ties, and rows of few distinct values
     together = quantize_on_host(w_ENC, h_EC, 3, 6)[0]
-    monkeypatch.setattr(any_precision, "CHUNK_WEIGHTS", 7 * 96)
+    monkeypatch.setattr(module, limit, 7 * 96)
     apart = quantize_on_host(w_ENC, h_EC, 3, 6)[0]
     np.testing.assert_array_equal(together.codes_ENC, apart.codes_ENC)
     for bits in range(3, 7):
