@@ -6,9 +6,9 @@
 A call multiplies a chunk of 2,048 tokens by pages strewn over an arena of several GiB; calls in a jitted loop rotate
 through sets of experts. "layer" is all of ``moe_ffn``, "products" is gate_up, activation and down on sorted pairs. One
 program serves all bitwidths; each is timed, and 2 to 8 mixed over the experts: median of 21 repetitions. The peers are
-PyTorch's ``grouped_mm``, the same two parts, and one cuBLAS product per expert, in CUDA graphs, which compilation
-beside them does not disturb; a model's loops are compiled side by side before the first of them is timed, and its
-definition, which the mixed bitwidths are held to, after the last.
+PyTorch's ``grouped_mm``, the same two parts, and one cuBLAS product per expert, in CUDA graphs. A model's loops are
+compiled side by side before the first of them is timed, and its definition, which the mixed bitwidths are held to,
+after the last.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -47,7 +48,7 @@ def draw_ids(spec: MoESpec) -> np.ndarray:
 
 def calls_of(spec: MoESpec):
     """Returns {part: (what is rotated, call)}; a call takes (arena, frames, bits_EU, m_TD, weights_TK, rotated)."""
-    config = grouped.configure(jnp.bfloat16, TOKENS * spec.top_k / spec.num_experts)
+    config = grouped.configure(spec.layouts[0], jnp.bfloat16, TOKENS * spec.top_k / spec.num_experts)
 
     def layer(arena, frames, bits_EU, m_TD, weights_TK, ids_TK):
         y_TKD, _ = grouped.moe_ffn(arena, pages_of(spec, frames, bits_EU), m_TD, ids_TK, spec.activation)
@@ -158,11 +159,12 @@ def time_model(spec: MoESpec, results: Results, seconds_left) -> None:
         record = {"model": spec.name, "tokens": TOKENS, "part": part, "how": how, "us": round(us, 1)}
         append_result(results, "kernels_prefill", record | {"to_grouped_mm": ratio})
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         jobs = {part: pool.submit(compile_part, *call) for part, call in calls_of(spec).items()}
-        peer_us = peers(spec, draw_ids(spec))
+        pool.submit(import_module, "torch")  # takes seconds, and is asked for again
         wait(jobs.values())
     print(f"{spec.name}, {TOKENS} tokens; compiled after {time.perf_counter() - start:.1f} s", flush=True)
+    peer_us = peers(spec, draw_ids(spec))
     for (part, how), us in peer_us.items():
         show(part, how, us, peer_us.get((part, "torch grouped_mm")))
     cases = [(f"{bits} bits", with_bits(np.full(spec.num_experts, bits))) for bits in WIDTHS]

@@ -28,6 +28,10 @@ from pallas_kernels.moe_ffn.grouped_order import CHUNK, Tiles, make_tiles, num_c
 from pallas_kernels.moe_ffn.grouped_products import looked_up_product, plain_product
 from pallas_kernels.moe_ffn.grouped_tile import Config
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
+from pallas_kernels.tuning import tuned
+
+KERNEL = "moe_ffn_grouped"
+"""Its name in the table of block sizes."""
 
 FEW_PAIRS = 48
 """Pairs an expert has on average up to which small tiles are better."""
@@ -54,11 +58,13 @@ def gated(activation: str, y_RT: jax.Array) -> jax.Array:
     return ACTIVATIONS[activation](gate_QT) * up_QT
 
 
-def configure(dtype, pairs_per_expert: float) -> Config:
-    """Returns the size of the programs, by what was fastest on an H200; the tile changes no result."""
+def configure(gate_up: BlockLayout, dtype, pairs_per_expert: float) -> Config:
+    """Returns the size of the programs, which changes no result: the table's, or what was fastest on an H200."""
     if dtype != jnp.bfloat16:
         return Config(tile=32, rows=32, num_warps=4, num_stages=1, plain_rows=32, plain_warps=4, plain_stages=1)
-    return Config(tile=160 if pairs_per_expert > FEW_PAIRS else 64)
+    if pairs_per_expert <= FEW_PAIRS:
+        return Config(tile=64)
+    return Config(**tuned(KERNEL, (gate_up.rows, gate_up.columns), vars(Config(tile=160))))
 
 
 def grouped_product(
@@ -151,7 +157,7 @@ def moe_ffn(
     Args and errors: see ``pallas_kernels.moe_ffn.api.moe_ffn``.
     """
     num_experts = pages.bits_EU.shape[0]
-    config = config or configure(m_TD.dtype, ids_TK.size / num_experts)
+    config = config or configure(pages.gate_up, m_TD.dtype, ids_TK.size / num_experts)
     tiles = make_tiles(ids_TK.reshape(-1), num_experts, config.tile, interpret)
     x_TC = order_inputs(m_TD, pages.gate_up, interpret)
     h_PC, y_PD = products(arena_AW, pages, tiles, x_TC, activation, config, interpret)
