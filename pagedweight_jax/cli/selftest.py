@@ -2,12 +2,14 @@
 """The verb that runs every kernel against its definition on the machine at hand."""
 
 import argparse
+import time
 from dataclasses import asdict
+from functools import partial
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from pagedweight_jax.cli.common import print_json, progress_bars, titled_table
+from pagedweight_jax.cli.common import print_json
 from pagedweight_jax.errors import UserError
 
 
@@ -28,57 +30,51 @@ def selftest(args: argparse.Namespace) -> int:
 
     if args.kernel not in (None, *KERNELS):
         raise UserError(f"there is no kernel {args.kernel!r}; there are {', '.join(KERNELS)}")
-    compiled = default_implementation() == "triton"
+    start, compiled = time.perf_counter(), default_implementation() == "triton"
     cases = list_cases(interpret=not compiled, kernel=args.kernel)
-    with progress_bars() as (progress, _):
-        results = run_cases(cases, timed=compiled, progress=lambda *done: progress("cases", *done))
+    device, console = jax.devices()[0].device_kind, Console(highlight=False, soft_wrap=True, quiet=args.json)
+    columns = column_format(cases, timed=compiled)
+    print_head(console, f"{device}, JAX {jax.__version__}", columns, compiled)
+    results = run_cases(cases, timed=compiled, tell=partial(print_row, console, columns))
     summary = {
-        "device": jax.devices()[0].device_kind,
+        "device": device,
         "jax": jax.__version__,
         "default_implementation": default_implementation(),
         "interpreted": not compiled,
         "passed": all(result.passed for result in results),
+        "seconds": round(time.perf_counter() - start, 1),
         "cases": [asdict(result) | {"passed": result.passed} for result in results],
     }
+    passed = sum(result.passed for result in results)
+    line = f"{passed} of {len(results)} cases passed in {summary['seconds']:.0f} s"
+    console.print(line, style="bold green" if summary["passed"] else "bold red")
     if args.json:
         print_json(summary)
-    else:
-        print_results(summary)
     return 0 if summary["passed"] else 1
 
 
-def print_results(summary: dict) -> None:
-    """Prints a line a case, what failed and why, and how many passed."""
-    console, cases = Console(highlight=False), summary["cases"]
-    interpreted = summary["interpreted"]
-    machine = f"{summary['device']}, JAX {summary['jax']}"
-    if interpreted:
-        title, note = "kernels interpreted at small sizes", "It serves with their definition; they need an NVIDIA GPU."
-    else:
+def column_format(cases: list, timed: bool) -> str:
+    """Returns the format of a line up to its verdict; without the times where kernels are interpreted."""
+    kernel, name = (max((len(getattr(case, field)) for case in cases), default=0) for field in ("kernel", "name"))
+    return f"{{:{kernel}}}  {{:{name}}}  {{:8}}{{:>9}}{{:>11}}" + "{:>11}" * timed
+
+
+def print_head(console: Console, machine: str, columns: str, timed: bool) -> None:
+    """Prints what runs, and the columns' names."""
+    if timed:
         title, note = "kernels against their definition", "Times are of calls from the host, one after another."
-    console.print(results_table(f"{machine}: {title}", cases, timed=not interpreted))
-    console.print(note, style="dim")
-    for case in cases:
-        if case["failure"]:
-            console.print(f"{case['kernel']}, {case['name']}: {case['failure']}", markup=False, soft_wrap=True)
-    passed = sum(case["passed"] for case in cases)
-    console.print(f"{passed} of {len(cases)} cases passed", style="bold green" if summary["passed"] else "bold red")
+    else:
+        title, note = "kernels interpreted at small sizes", "It serves with their definition; they need an NVIDIA GPU."
+    console.print(f"{machine}: {title}", style="bold", markup=False)
+    console.print(f"{note}\n", style="dim")
+    console.print(columns.format("kernel", "case", "dtype", "error", "tolerance", "µs a call"), style="bold")
 
 
-def results_table(title: str, cases: list[dict], timed: bool) -> Table:
-    """Returns one line a case."""
-    table = titled_table(title)
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("case")
-    table.add_column("dtype", no_wrap=True)
-    for heading in ("error", "tolerance", *(["µs a call"] if timed else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for case in cases:
-        numbers = [case["error"], case["tolerance"]]
-        row = ["-" if number is None else f"{number:.1e}" if number else "0" for number in numbers]
-        if timed:
-            row.append("-" if case["microseconds"] is None else f"{case['microseconds']:.0f}")
-        verdict = "[green]pass[/]" if case["passed"] else "[red]FAIL[/]"
-        table.add_row(case["kernel"], case["name"], case["dtype"] or "-", *row, verdict)
-    return table
+def print_row(console: Console, columns: str, result) -> None:
+    """Prints what came of a case, and where there is no number why."""
+    errors = ["-" if error is None else f"{error:.1e}" if error else "0" for error in (result.error, result.tolerance)]
+    microseconds = "-" if result.microseconds is None else f"{result.microseconds:.0f}"
+    line = Text(columns.format(result.kernel, result.name, result.dtype or "-", *errors, microseconds))
+    console.print(line.append("  pass", "green") if result.passed else line.append("  FAIL", "red"))
+    if result.failure:
+        console.print(f"    {result.failure}", markup=False)
