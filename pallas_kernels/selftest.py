@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cases import KernelCase, relative_error
 
-KERNELS = ("moe_ffn", "paged_attention", "frames", "dense", "routing", "expert_trace")
+KERNELS = ("moe_ffn", "paged_attention", "frames", "dense", "routing", "expert_trace", "tokens")
 """The packages, each with a module ``cases``."""
 
 
@@ -58,8 +58,9 @@ def list_cases(interpret: bool, kernel: str | None = None) -> list[KernelCase]:
     from pallas_kernels.moe_ffn import cases as moe_ffn
     from pallas_kernels.paged_attention import cases as paged_attention
     from pallas_kernels.routing import cases as routing
+    from pallas_kernels.tokens import cases as tokens
 
-    rooms = dict(zip(KERNELS, (moe_ffn, paged_attention, frames, dense, routing, expert_trace), strict=True))
+    rooms = dict(zip(KERNELS, (moe_ffn, paged_attention, frames, dense, routing, expert_trace, tokens), strict=True))
     return [case for name, room in rooms.items() if kernel in (None, name) for case in room.cases(interpret)]
 
 

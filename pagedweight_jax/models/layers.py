@@ -12,7 +12,7 @@ from pagedweight_jax.models.weights import MLPWeights
 from pallas_kernels.dense.reference import matmul, rms_norm
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS
 
-__all__ = ["Activation", "activation", "matmul", "mlp", "rms_norm", "rope", "rope_tables"]
+__all__ = ["Activation", "activation", "matmul", "mlp", "rms_norm", "rope", "rope_frequencies", "rope_tables"]
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -24,11 +24,15 @@ def activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
+def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """Returns ``theta^(-2i/M)`` of each pair i of a head, float32[M/2]."""
+    half = head_dim // 2
+    return np.asarray(theta ** (-np.arange(half) / half), np.float32)
+
+
 def rope_tables(positions_T: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Returns (cos_TR, sin_TR), float32, of the angle ``position * theta^(-2i/M)`` of each pair i of a head."""
-    half = head_dim // 2
-    frequency_R = np.asarray(theta ** (-np.arange(half) / half), np.float32)
-    angle_TR = positions_T[:, None].astype(jnp.float32) * frequency_R
+    angle_TR = positions_T[:, None].astype(jnp.float32) * rope_frequencies(head_dim, theta)
     return jnp.cos(angle_TR), jnp.sin(angle_TR)
 
 

@@ -15,6 +15,7 @@ from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
 from pallas_kernels.dense import api as dense
 from pallas_kernels.dense.reference import add_up, rms_norm
 from pallas_kernels.routing.api import route
+from pallas_kernels.tokens import api as tokens
 
 Carry = TypeVar("Carry")
 
@@ -151,10 +152,31 @@ def forward(
 
 def logits(weights: Weights, hidden_TD: jax.Array, implementation: str = "xla") -> jax.Array:
     """Returns the next token's logits, float32[T, V], of hidden states that ``forward`` returned."""
-    tied = weights.lm_head_DV is None
-    head = weights.embed_VD if tied else weights.lm_head_DV
     with jax.named_scope("lm_head"):
-        return dense.logits(hidden_TD, head, transposed=tied, implementation=implementation)
+        return dense.logits(hidden_TD, **_head(weights), implementation=implementation)
+
+
+def _head(weights: Weights) -> dict:
+    """Returns the head and how it lies: the embedding, where there is no other."""
+    tied = weights.lm_head_DV is None
+    return {"head": weights.embed_VD if tied else weights.lm_head_DV, "transposed": tied}
+
+
+def best_of_blocks(
+    weights: Weights,
+    hidden_TD: jax.Array,
+    temperature_T: jax.Array,
+    seed_T: jax.Array,
+    position_T: jax.Array,
+    implementation: str = "xla",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what the next tokens are drawn from: see ``pallas_kernels.tokens.api.best_of_blocks``.
+
+    Args: hidden states that ``forward`` returned; temperatures, seeds and positions as there.
+    """
+    of_rows = {"temperature_T": temperature_T, "seed_T": seed_T, "position_T": position_T}
+    with jax.named_scope("lm_head"):
+        return tokens.best_of_blocks(hidden_TD, **_head(weights), **of_rows, implementation=implementation)
 
 
 def dense_hidden(weights: Weights, tokens_T: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pagedweight_jax.models.layers import activation, rope_tables
+from pagedweight_jax.models.layers import activation, rope_frequencies
 from pagedweight_jax.models.moe import dense_experts
 from pagedweight_jax.models.transformer import following_norms, layer_addends, one_addend
 from pagedweight_jax.models.weights import LayerWeights, MoEWeights, Weights
@@ -20,6 +20,7 @@ from pallas_kernels.dense.api import add_norm
 from pallas_kernels.moe_ffn.api import moe_ffn
 from pallas_kernels.moe_ffn.pages import WeightPages
 from pallas_kernels.paged_attention.api import decode_attention, paged_attention, rotate_and_write_kv
+from pallas_kernels.tokens.api import read_tokens
 
 MERGE_TOKENS = 64
 """Up to here, launches count: kernels are given the tables of all layers at once, for a slice would be a copy."""
@@ -52,6 +53,7 @@ def paged_forward(
     tokens_RT: jax.Array,
     positions_RT: jax.Array,
     implementation: str,
+    trace: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (arena, hidden_RTD, packed trace): the model on R rows of T tokens each, over the paged cache.
 
@@ -63,6 +65,7 @@ def paged_forward(
       positions_RT: int32. A negative position is a token that is not there: it writes no KV, selects no expert, and its
         output means nothing.
       implementation: ``xla`` or ``triton``.
+      trace: the packed traces of several steps, and which of them this is; None for an array of its own.
     """
     config, kv = weights.config, state.geometry.kv
     num_rows, num_tokens = tokens_RT.shape
@@ -70,8 +73,11 @@ def paged_forward(
     places_T = jnp.maximum(positions_T, 0)
     row_T, block_T = jnp.repeat(jnp.arange(num_rows), num_tokens), places_T // kv.block_tokens
     slots_T = places_T % kv.block_tokens
-    angles = rope_tables(places_T, config.head_dim, config.rope_theta)
     which = {"implementation": implementation}
+    x_TD, n_TD, *angles = read_tokens(
+        tokens_RT.reshape(-1), positions_T, weights.embed_VD, weights.layers[0].input_norm_D, config.rms_norm_eps,
+        jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta)), **which,
+    )  # fmt: skip
 
     @partial(jax.jit, static_argnames="window")
     def run_layer(
@@ -117,8 +123,7 @@ def paged_forward(
     paged = [w.mlp.experts is None for w in weights.layers if isinstance(w.mlp, MoEWeights)]
     merged = implementation == "triton" and positions_T.size <= MERGE_TOKENS and all(paged)
     firsts = [config.num_experts * layer if merged else 0 for layer in range(len(paged))]
-    arena_AW, x_TD, seen = state.arena_AW, weights.embed_VD[tokens_RT.reshape(-1)], []
-    x_TD, n_TD = add_norm(x_TD, weights.layers[0].input_norm_D, config.rms_norm_eps, **which)
+    arena_AW, seen = state.arena_AW, []
     layers = zip(weights.layers, following_norms(weights), tables, config.windows, strict=True)
     for w, next_norm_D, table_RGF, window in layers:
         pages, first = None, jnp.int32(0)
@@ -131,5 +136,5 @@ def paged_forward(
         if of_layer is not None:
             ids_TK, weights_TK, h_square_TK = of_layer
             seen.append((ids_TK, weights_TK, x_TD, h_square_TK))
-    packed = pack_layers(seen, firsts, config.num_experts, implementation)
+    packed = pack_layers(seen, firsts, config.num_experts, implementation, trace)
     return arena_AW, n_TD.reshape(num_rows, num_tokens, -1), packed

@@ -19,35 +19,50 @@ from pagedweight_jax.models.weights import Weights
 from pagedweight_jax.paging.page_map import PageMap
 from pagedweight_jax.serving.implementation import default_implementation
 from pagedweight_jax.serving.paged_forward import layer_tables, paged_forward
-from pagedweight_jax.serving.sampling import sample
 from pagedweight_jax.serving.state import DecodeState
-from pagedweight_jax.serving.trace import ExpertTrace, RoutingSums, routing_sums, row_sums
+from pagedweight_jax.serving.trace import ExpertTrace, RoutingSums, routing_sums, row_sums, trace_shape
 from pallas_kernels.frames.api import scatter_frames
+from pallas_kernels.tokens.api import Rows, advance, choose
 
 COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """For ``decode_loop.lower(..).compile(COMPILER_OPTIONS)``: kernels that do not read each other's run side by side."""
 
 
-def _decode_step(
-    weights: Weights, state: DecodeState, tables: list[jax.Array], implementation: str
-) -> tuple[DecodeState, tuple[jax.Array, jax.Array]]:
-    active_B = state.remaining_B > 0
-    positions_B = jnp.where(active_B, state.lengths_B, -1)
-    tokens_B1, positions_B1 = state.last_tokens_B[:, None], positions_B[:, None]
-    arena, hidden_BTD, trace = paged_forward(
-        weights, state, tables, tokens_B1, positions_B1, implementation
-    )
-    logits_BV = transformer.logits(weights, hidden_BTD[:, 0], implementation)
-    token_B = sample(logits_BV, state.temperature_B, state.seed_B, state.lengths_B + 1)
-    token_B = jnp.where(active_B, token_B, -1)
-    stopped_B = jnp.any(token_B[:, None] == state.stop_ids_BS, axis=1)
+def _decode(
+    weights: Weights, state: DecodeState, num_steps: int, implementation: str | None
+) -> tuple[DecodeState, jax.Array, RoutingSums]:
+    """Returns what ``decode_loop`` does.
+
+    What a step leaves behind its kernels write in place. ``lax.scan`` would copy it between kernels, which makes two
+    CUDA graphs of a step.
+    """
+    config, num_rows, implementation = weights.config, len(state.lengths_B), implementation or default_implementation()
+    tables = layer_tables(state.block_tables_BGLF)  # no step changes them
+    positions_B = jnp.where(state.remaining_B > 0, state.lengths_B, -1)
+    trace = jnp.zeros((num_steps, *trace_shape(config, num_rows)), jnp.int32)
+    tokens_NB = jnp.zeros((num_steps, num_rows), jnp.int32)
+
+    def step(carry):
+        n, arena, rows, tokens_NB, trace = carry
+        arena, hidden_BTD, trace = paged_forward(
+            weights, state.replace(arena_AW=arena), tables, rows.last_tokens_B[:, None], rows.positions_B[:, None],
+            implementation, (trace, n),
+        )  # fmt: skip
+        of_rows = state.temperature_B, state.seed_B, rows.positions_B
+        best = transformer.best_of_blocks(weights, hidden_BTD[:, 0], *of_rows, implementation)
+        rows, tokens_NB = advance(*best, rows, state.stop_ids_BS, tokens_NB, n, implementation=implementation)
+        return n + 1, arena, rows, tokens_NB, trace
+
+    rows = Rows(state.last_tokens_B, positions_B, state.lengths_B, state.remaining_B)
+    carry = jnp.int32(0), state.arena_AW, rows, tokens_NB, trace
+    _, arena, rows, tokens_NB, trace = lax.while_loop(lambda carry: carry[0] < num_steps, step, carry)
     state = state.replace(
         arena_AW=arena,
-        lengths_B=state.lengths_B + active_B,
-        last_tokens_B=jnp.where(active_B, token_B, state.last_tokens_B),
-        remaining_B=jnp.where(stopped_B, 0, state.remaining_B - active_B),
+        lengths_B=rows.lengths_B,
+        last_tokens_B=rows.last_tokens_B,
+        remaining_B=rows.remaining_B,
     )
-    return state, (token_B, trace)
+    return state, tokens_NB, row_sums(ExpertTrace.of_packed(trace), config.num_experts)
 
 
 @partial(jax.jit, static_argnames="implementation", donate_argnames="state")
@@ -60,9 +75,8 @@ def decode_step(
     of its stop ids, or its last allowed token, stops decoding; the token itself is returned. The sums count the token
     that was read.
     """
-    tables = layer_tables(state.block_tables_BGLF)
-    state, (token_B, trace) = _decode_step(weights, state, tables, implementation or default_implementation())
-    return state, token_B, row_sums(ExpertTrace.of_packed(trace[None]), weights.config.num_experts)
+    state, tokens_NB, sums = _decode(weights, state, 1, implementation)
+    return state, tokens_NB[0], sums
 
 
 @partial(jax.jit, static_argnames=("num_steps", "implementation"), donate_argnames="state")
@@ -74,14 +88,7 @@ def decode_loop(
     Between two calls lies a safe boundary: only there may bits, frames and rows change. Each row needs KV blocks for
     ``lengths_B + num_steps`` tokens.
     """
-
-    tables = layer_tables(state.block_tables_BGLF)  # no step changes them
-
-    def step(state, _):
-        return _decode_step(weights, state, tables, implementation or default_implementation())
-
-    state, (tokens_NB, trace) = lax.scan(step, state, length=num_steps)
-    return state, tokens_NB, row_sums(ExpertTrace.of_packed(trace), weights.config.num_experts)
+    return _decode(weights, state, num_steps, implementation)
 
 
 def _prefill(weights: Weights, state: DecodeState, row, tokens_T, num_tokens, implementation):
@@ -120,9 +127,9 @@ def prefill_step(
     """
     implementation = implementation or default_implementation()
     state, hidden_TD, sums = _prefill(weights, state, row, tokens_T, num_tokens, implementation)
-    logits_V = transformer.logits(weights, hidden_TD[num_tokens - 1][None], implementation)
-    position = state.lengths_B[row][None]
-    token = sample(logits_V, state.temperature_B[row][None], state.seed_B[row][None], position)[0]
+    of_row = (a[row][None] for a in (state.temperature_B, state.seed_B, state.lengths_B - 1))
+    last_1D = hidden_TD[num_tokens - 1][None]
+    token = choose(*transformer.best_of_blocks(weights, last_1D, *of_row, implementation))[0]
     remaining = jnp.where(jnp.any(token == state.stop_ids_BS[row]), 0, jnp.maximum(max_tokens - 1, 0))
     state = state.replace(
         last_tokens_B=state.last_tokens_B.at[row].set(token),

@@ -21,7 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pagedweight_jax.config import KINDS
+from pagedweight_jax.config import KINDS, ModelConfig
 from pagedweight_jax.models.moe import relative_sizes
 from pallas_kernels.expert_trace.api import pack_trace, unpack_trace
 
@@ -60,6 +60,7 @@ def pack_layers(
     firsts: Sequence[int],
     num_experts: int,
     implementation: str = "xla",
+    into: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Returns the trace of L layers' (ids_TK, weights_TK, x_TD, h_square_TK) as one array, int32[T, L, 3K + 1].
 
@@ -68,8 +69,14 @@ def pack_layers(
       firsts: what each layer's ids begin at.
       num_experts: E.
       implementation: ``xla`` or ``triton``.
+      into: of several steps, and which of them this is; None for an array of its own.
     """
-    return pack_trace(*zip(*layers), firsts, num_experts, implementation=implementation)
+    return pack_trace(*zip(*layers), firsts, num_experts, into=into, implementation=implementation)
+
+
+def trace_shape(config: ModelConfig, num_tokens: int) -> tuple[int, int, int]:
+    """Returns the shape of what ``pack_layers`` packs of so many tokens."""
+    return num_tokens, config.num_sparse_layers, 3 * config.num_experts_per_tok + 1
 
 
 @jax.tree_util.register_dataclass

@@ -21,6 +21,7 @@ def pack_trace(
     firsts: Sequence[int],
     num_experts: int,
     *,
+    into: tuple[jax.Array, jax.Array] | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Returns int32[T, L, 3K + 1]: of each token and layer its K ids, and the bits of K weights, K |h|^2 and of |x|^2.
@@ -32,6 +33,7 @@ def pack_trace(
       h_squares: of each layer |h|^2, float32[T, K].
       firsts: what each layer's ids begin at. Others than the E from there select nothing and become ``num_experts``.
       num_experts: E.
+      into: (int32[N, T, L, 3K + 1], n): write it there, as the n-th, and return all N; None for an array of its own.
       implementation: "xla", the definition, or "triton", a Pallas kernel for NVIDIA GPUs.
 
     Raises:
@@ -41,7 +43,7 @@ def pack_trace(
     if not len(ids) == len(weights) == len(residuals) == len(h_squares) == len(firsts):
         counts = ", ".join(str(len(values)) for values in (ids, weights, residuals, h_squares, firsts))
         raise ValueError(f"ids, weights, residuals, squares and firsts of {counts} layers")
-    return run(tuple(ids), tuple(weights), tuple(residuals), tuple(h_squares), tuple(firsts), num_experts)
+    return run(tuple(ids), tuple(weights), tuple(residuals), tuple(h_squares), tuple(firsts), num_experts, into)
 
 
 def unpack_trace(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

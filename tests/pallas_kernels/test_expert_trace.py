@@ -42,6 +42,17 @@ def test_every_number_comes_back(pack, num_tokens, k, width, dtype):
     assert not np.allclose(residual_square_TL, np.abs(residuals.astype(np.float64)).sum(axis=-1))
 
 
+@pytest.mark.parametrize("pack", [reference.pack_trace, pallas_triton.pack_trace])
+def test_a_step_is_packed_among_others(pack):
+    *lists, firsts = layers(2, 4, 96)
+    options = {"interpret": True} if pack is pallas_triton.pack_trace else {}
+    args = *map(tuple, lists), tuple(firsts), E
+    packed = pack(*args, (jnp.full((3, 2, 3, 13), 7), jnp.int32(1)), **options)
+    np.testing.assert_array_equal(packed[1], pack(*args, **options))
+    assert np.all(packed[jnp.array([0, 2])] == 7)
+    assert not np.any(np.all(np.asarray(packed[1]) == 7, axis=-1))
+
+
 def test_lists_of_different_lengths_are_refused():
     ids, weights, residuals, h_squares, firsts = layers(2, 2, 32)
     with pytest.raises(ValueError, match="of 3, 3, 2, 3, 3 layers"):

@@ -26,6 +26,7 @@ from pallas_kernels.frames import pallas_triton as frames
 from pallas_kernels.moe_ffn import pallas_triton as moe_ffn
 from pallas_kernels.paged_attention import pallas_triton as paged_attention
 from pallas_kernels.routing import pallas_triton as routing
+from pallas_kernels.tokens import pallas_triton as tokens_
 
 KERNELS = {
     dense: ("project", "project_parts", "add_norm", "gated", "logits"),
@@ -34,6 +35,7 @@ KERNELS = {
     moe_ffn: ("moe_ffn",),
     paged_attention: ("decode_attention", "paged_attention", "rotate_and_write_kv"),
     routing: ("route",),
+    tokens_: ("read_tokens", "best_of_blocks", "advance"),
 }
 
 
@@ -114,7 +116,7 @@ def decode(tiny, stepping, implementation, bits):
 def test_whole_steps_on_the_kernels_give_what_xla_gives(tiny, stepping, interpreted):
     bits = stepping.random_bits(4)
     tokens, sums = decode(tiny, stepping, "triton", bits)
-    assert interpreted == {name for names in KERNELS.values() for name in names} - {"scatter_frames"}
+    assert interpreted == {name for names in KERNELS.values() for name in names} - {"scatter_frames", "logits"}
     interpreted.clear()
     expected_tokens, expected_sums = decode(tiny, stepping, "xla", bits)
     assert not interpreted
@@ -184,7 +186,8 @@ def test_whole_steps_of_a_full_size_model_lower_to_triton(tiny_config):
                 text = traced.lower(lowering_platforms=("cuda",)).as_text()
             kernels = set(re.findall(r'name = "(\w+)"', text))
             if step is steps.decode_loop:
-                expected = {"attend_decode", "pack_trace", "project", "gate_up", "down", "logits"}
+                expected = {"read_tokens", "attend_decode", "pack_trace", "project", "gate_up", "down"}
+                expected |= {"best_of_blocks", "advance"}
             else:
                 expected = {"rotate_and_write_kv", "attend", "pack_trace", "grouped_down"}
             assert kernels >= expected if implementation == "triton" else not kernels & expected
