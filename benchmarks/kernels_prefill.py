@@ -33,7 +33,7 @@ from record import Results, append_result
 
 from pallas_kernels.moe_ffn import grouped, reference
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
-from pallas_kernels.moe_ffn.grouped_order import make_tiles, order_inputs
+from pallas_kernels.moe_ffn.grouped_order import order_inputs
 
 TOKENS, SETS, ROUNDS = 2048, 3, 3
 WIDTHS = 2, 3, 4, 5, 6, 7, 8
@@ -59,7 +59,7 @@ def calls_of(spec: MoESpec):
         return grouped.products(arena, pages, tiles, order_inputs(m_TD, spec.layouts[0]), spec.activation, config)[1]
 
     def tiles_of(ids_TK):
-        return make_tiles(ids_TK.reshape(-1), spec.num_experts, config.tile)
+        return grouped.cut(ids_TK.reshape(-1), spec.num_experts, config)
 
     return {"layer": (lambda ids_TK: ids_TK, layer), "products": (tiles_of, products)}
 

@@ -140,7 +140,7 @@ def prefill_trials(spec: MoESpec, arena: jax.Array, tables: list, pool: ThreadPo
     def args(sets, bits: int) -> tuple:
         return arena, frames, jnp.full((spec.num_experts, 2), bits, jnp.int32), m_TD, weights_TK, sets
 
-    for sizes in (None, {"num_warps": 8}, {"tile": 192}, {"tile": 128}):
+    for sizes in (None, {"tile": 192}, {"tile": 256}, {"tile": 128}, {"plain_tile": 128}):
         with table_of({name: sizes}):
             rotate, call = prefill.calls_of(spec)["products"]
             sets = [jax.jit(rotate)(ids_TK) for ids_TK in ids]
@@ -173,24 +173,23 @@ def lower_all(only: str, pool: ThreadPoolExecutor, go_on: Callable[[], bool]) ->
 
 
 def time_once(trial: Trial) -> None:
-    """Adds to the trial's times."""
+    """Adds to the trial's times, and prints them."""
     for bits in trial.bits:
         times = kernel_times(trial.compiled.result(), trial.args(bits), trial.calls)
         for name in trial.sizes:
             us = sum(us for kernel, us in times.items() if kernel.startswith(trial.kernels[name]))
             trial.times.setdefault((name, bits), []).append(us)
-
-
-def show(trial: Trial, results: Results) -> None:
-    """Prints and records medians."""
     for name, sizes in trial.sizes.items():
-        found = {bits: trial.times[name, bits] for bits in trial.bits}
-        shown = ", ".join(f"{bits} bits {statistics.median(us):.1f} us" for bits, us in found.items())
-        print(f"{trial.name:34} {name:26} {f'{sizes}' if sizes else 'heuristic':34} {shown}", flush=True)
-        for bits, us in found.items():
-            record = {"program": trial.name, "kernel": name, "sizes": sizes, "bits": bits}
-            record |= {"us": round(statistics.median(us), 2), "passes": [round(each, 2) for each in us]}
-            append_result(results, "tune", record)
+        shown = ", ".join(f"{bits} bits {trial.times[name, bits][-1]:.1f} us" for bits in trial.bits)
+        print(f"{trial.name:38} {name:28} {f'{sizes}' if sizes else 'heuristic':32} {shown}", flush=True)
+
+
+def record(trial: Trial, results: Results) -> None:
+    """Appends each median of the passes to the results, with the least and the most."""
+    for (name, bits), us in trial.times.items():
+        about = {"program": trial.name, "kernel": name, "sizes": trial.sizes[name] or "heuristic", "bits": bits}
+        times = {"us": statistics.median(us), "least_us": min(us), "most_us": max(us), "passes": len(us)}
+        append_result(results, "tune", about | {what: round(value, 2) for what, value in times.items()})
 
 
 def fastest(trials: list[Trial]) -> dict[str, tuple[Sizes, float]]:
@@ -258,7 +257,7 @@ def main() -> int:
         print(f"pass {number + 1} of {PASSES} after {time.perf_counter() - start:.0f} s", flush=True)
     timed = [trial for trial in ready if len(trial.times) == len(trial.sizes) * len(trial.bits)]
     for trial in timed:
-        show(trial, results)
+        record(trial, results)
     found = fastest(timed)
     for name, (sizes, ratio) in found.items():
         print(f"{name}: the best of the others takes {ratio:.3f} of the heuristic's time: {sizes or 'heuristic'}")

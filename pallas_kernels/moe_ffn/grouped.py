@@ -64,7 +64,14 @@ def configure(gate_up: BlockLayout, dtype, pairs_per_expert: float) -> Config:
         return Config(tile=32, rows=32, num_warps=4, num_stages=1, plain_rows=32, plain_warps=4, plain_stages=1)
     if pairs_per_expert <= FEW_PAIRS:
         return Config(tile=64)
-    return Config(**tuned(KERNEL, (gate_up.rows, gate_up.columns), vars(Config(tile=160))))
+    return Config(**tuned(KERNEL, (gate_up.rows, gate_up.columns), vars(Config(tile=160, plain_tile=160))))
+
+
+def cut(ids_P: jax.Array, num_experts: int, config: Config, interpret: bool = False) -> tuple[Tiles, Tiles]:
+    """Returns the pairs' tiles for blocks that are looked up, and for those that are dequantized before."""
+    size, plain_size = config.tiles
+    tiles = make_tiles(ids_P, num_experts, size, interpret)
+    return tiles, tiles if plain_size == size else make_tiles(ids_P, num_experts, plain_size, interpret)
 
 
 def grouped_product(
@@ -73,7 +80,7 @@ def grouped_product(
     frames_EF: jax.Array,
     bits_EU: jax.Array,
     kind: int,
-    tiles: Tiles,
+    tiles: tuple[Tiles, Tiles],
     x_XC: jax.Array,
     rows_of: Callable[[int], jax.Array],
     out: jax.ShapeDtypeStruct,
@@ -85,6 +92,7 @@ def grouped_product(
     """Returns finish(W x_p) of every used pair p, ``out`` [P, ..]; rows of unused pairs are not written.
 
     Args:
+      tiles: as ``cut`` returns them.
       rows_of: ``rows_Q`` by the number of a program's rows.
       others: as of ``looked_up_product``.
     """
@@ -92,7 +100,7 @@ def grouped_product(
     if layout.min_bits <= LOOKED_UP_BITS:
         rows_Q = rows_of(config.rows)
         y = looked_up_product(
-            arena_AW, layout, frames_EF, bits_EU, kind, tiles, x_XC, rows_Q, out, finish, **options
+            arena_AW, layout, frames_EF, bits_EU, kind, tiles[0], x_XC, rows_Q, out, finish, **options
         )  # fmt: skip
     else:
         y = jnp.zeros(out.shape, out.dtype)
@@ -104,18 +112,18 @@ def grouped_product(
     count = pl.cdiv(num_experts, groups)
     for first in range(0, num_experts, count):
         experts = range(first, min(first + count, num_experts))
-        count_E, y = lax.optimization_barrier((tiles.count_E, y))  # one group's weights after the other's
+        count_E, y = lax.optimization_barrier((tiles[1].count_E, y))  # one group's weights after the other's
         w_GQC = dequantize(
             arena_AW, layout, frames_EF, bits_EU, kind, count_E, experts, rows_Q, x_XC.dtype, interpret
         )  # fmt: skip
-        y = plain_product(w_GQC, first, layout, bits_EU, kind, tiles, x_XC, rows_Q, y, finish, **options)
+        y = plain_product(w_GQC, first, layout, bits_EU, kind, tiles[1], x_XC, rows_Q, y, finish, **options)
     return y
 
 
 def products(
     arena_AW: jax.Array,
     pages: WeightPages,
-    tiles: Tiles,
+    tiles: tuple[Tiles, Tiles],
     x_TC: jax.Array,
     activation: str,
     config: Config,
@@ -125,12 +133,12 @@ def products(
 
     Args:
       arena_AW, pages: as of the API.
-      tiles: the pairs by expert, cut into tiles of ``config.tile``.
+      tiles: the pairs by expert, as ``cut`` returns them.
       x_TC: tokens' inputs by gate_up's positions.
       activation: a key of ``ACTIVATIONS``.
       config, interpret: of ``grouped_product``.
     """
-    gate_up, down, num_pairs = pages.gate_up, pages.down, tiles.pairs_P.shape[0]
+    gate_up, down, num_pairs = pages.gate_up, pages.down, tiles[0].pairs_P.shape[0]
     options = {"config": config, "interpret": interpret}
     h_PC = grouped_product(
         arena_AW, gate_up, pages.gate_up_frames_EF, pages.bits_EU, 0, tiles, x_TC, partial(gate_up_rows, down),
@@ -158,7 +166,7 @@ def moe_ffn(
     """
     num_experts = pages.bits_EU.shape[0]
     config = config or configure(pages.gate_up, m_TD.dtype, ids_TK.size / num_experts)
-    tiles = make_tiles(ids_TK.reshape(-1), num_experts, config.tile, interpret)
+    tiles = cut(ids_TK.reshape(-1), num_experts, config, interpret)
     x_TC = order_inputs(m_TD, pages.gate_up, interpret)
     h_PC, y_PD = products(arena_AW, pages, tiles, x_TC, activation, config, interpret)
     used_TK = ids_TK < num_experts

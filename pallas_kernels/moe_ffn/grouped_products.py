@@ -159,7 +159,7 @@ def plain_product(
 
         def multiply():
             row_R1 = program * num_rows + jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-            parts = parts_of(config.tile, pairs, firsts[tile], counts[tile])
+            parts = parts_of(config.tiles[1], pairs, firsts[tile], counts[tile])
 
             def add_step(i, sums):
                 columns_C = i * STEP + jnp.arange(STEP, dtype=jnp.int32)

@@ -20,6 +20,7 @@ class Config:
         where they are multiplied.
       num_stages: the depth of its pipeline of loads.
       plain_rows, plain_warps, plain_stages: the same of a program that reads dequantized weights.
+      plain_tile: its pairs; as many as ``tile`` where there is none.
     """
 
     tile: int
@@ -29,6 +30,12 @@ class Config:
     plain_rows: int = 128
     plain_warps: int = 8
     plain_stages: int = 3
+    plain_tile: int | None = None
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Pairs of a program that looks its weights up, and of one that reads dequantized ones."""
+        return self.tile, self.plain_tile or self.tile
 
 
 @dataclass(frozen=True)

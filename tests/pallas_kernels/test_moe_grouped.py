@@ -123,6 +123,16 @@ def test_experts_dequantized_a_few_at_a_time_give_the_same(interpret, monkeypatc
 
 
 @pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("tiles", [{"tile": 32}, {"plain_tile": 32}, {"tile": 48, "plain_tile": 16}])
+def test_both_ways_have_tiles_of_their_own(tiles, interpret):
+    spec = dataclasses.replace(TINY, hidden_size=64, expert_width=32, max_bits=6)  # looked up and dequantized
+    arena, pages = random_pages(spec, random_bits(spec))
+    tokens = random_tokens(spec, 37)
+    config = dataclasses.replace(SMALL, **tiles)
+    assert_equal(run(arena, pages, *tokens, config=config, interpret=interpret), define(arena, pages, *tokens))
+
+
+@pytest.mark.parametrize("interpret", MODES)
 def test_looking_weights_up_a_chunk_ahead_gives_the_same(interpret, monkeypatch):
     spec = dataclasses.replace(TINY, hidden_size=1152, expert_width=32, min_bits=3)  # two tiles of words, in two frames
     arena, pages = random_pages(spec, random_bits(spec))
