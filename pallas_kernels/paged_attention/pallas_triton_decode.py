@@ -92,7 +92,7 @@ def attend_decode(
     bits = jnp.dtype("uint16") if jnp.dtype(layout.dtype).itemsize == 2 else jnp.dtype(layout.dtype)
 
     def kernel(arena_in, q, k, v, cos, sin, positions, table, arena, out, peak_ref, total_ref):
-        j, part, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        j, b, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)  # each row's last split, a short one, last
         position = positions[b]
         if not interpret:
             position = limit_registers(position, config.max_registers)
@@ -199,7 +199,7 @@ def attend_decode(
     out_shape += [jax.ShapeDtypeStruct((*shape, *columns), jnp.float32) for columns in ((head_dim,), (), ())]
     view, *splits = pl.pallas_call(
         kernel,
-        grid=(num_kv_heads, num_parts, num_rows),
+        grid=(num_kv_heads, num_rows, num_parts),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 8,
         out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
         out_shape=out_shape,
