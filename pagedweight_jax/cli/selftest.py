@@ -62,7 +62,7 @@ def column_format(cases: list, timed: bool) -> str:
 def print_head(console: Console, machine: str, columns: str, timed: bool) -> None:
     """Prints what runs, and the columns' names."""
     if timed:
-        title, note = "kernels against their definition", "Times are of calls from the host, one after another."
+        title, note = "kernels against their definition", "Times are of calls from the host, the fastest 20 in a row."
     else:
         title, note = "kernels interpreted at small sizes", "It serves with their definition; they need an NVIDIA GPU."
     console.print(f"{machine}: {title}", style="bold", markup=False)
