@@ -26,8 +26,8 @@ from pagedweight_jax.calibrate.rows_jax import JaxRows
 from pagedweight_jax.calibrate.rows_numpy import NumpyRows
 from pagedweight_jax.errors import UserError
 
-CHUNK_ROWS, CHUNK_WEIGHTS = 768, 3 << 19
-"""What a processor clusters at once, at most: passes few and long, and tables of up to 60 MB."""
+CHUNK_ROWS, CHUNK_WEIGHTS = 384, 3 << 18
+"""What a processor clusters at once, at most: passes few and long, and tables of some 35 MB."""
 
 FLOOR = 1e-6
 """Least importance of a column, as a share of its expert's mean."""
