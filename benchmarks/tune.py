@@ -13,7 +13,7 @@ did not suffice for.
 """
 
 import argparse
-import pprint
+import json
 import re
 import statistics
 import sys
@@ -45,7 +45,7 @@ from pallas_kernels.tuning import TABLE, device_kind, key
 ROOT = Path(__file__).parents[1]
 DECODE_TOKENS, DECODE_BITS = (1, 8, 16), (4, 3, 5)
 PREFILL_BITS = 4, 8
-PASSES = 3
+PASSES = 2
 GAIN = 0.97
 """What a candidate must take of the heuristic's time."""
 
@@ -217,10 +217,14 @@ def write_table(path: Path, device: str, found: dict[str, Sizes]) -> None:
     """Writes the table with what was found on ``device`` in the place of its entries for the same keys."""
     entries = {name: sizes for name, sizes in TABLE.get(device, {}).items() if name not in found}
     entries |= {name: sizes for name, sizes in found.items() if sizes}
-    table = {name: kept for name, kept in (TABLE | {device: entries}).items() if kept}
+    lines = []
+    for each, kept in (TABLE | {device: entries}).items():
+        if kept:
+            lines += [f"    {json.dumps(each)}: {{"]
+            lines += [f"        {json.dumps(name)}: {json.dumps(sizes)}," for name, sizes in kept.items()]
+            lines += ["    },"]
     head = Path(tuning_table.__file__).read_text().split("TABLE")[0]
-    shown = pprint.pformat(table, width=110)
-    path.write_text(f"{head}TABLE: dict[str, dict[str, dict[str, int]]] = {shown}\n")
+    path.write_text("\n".join([f"{head}TABLE: dict[str, dict[str, dict[str, int]]] = {{", *lines, "}\n"]))
 
 
 def main() -> int:

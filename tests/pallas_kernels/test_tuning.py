@@ -2,9 +2,11 @@
 """The table of block sizes: what is measured wins, the heuristic serves the rest."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
+from pallas_kernels.moe_ffn import grouped, pallas_triton
 from pallas_kernels.moe_ffn.arg_specs import SPECS
 from pallas_kernels.moe_ffn.pallas_triton import configure
 from pallas_kernels.moe_ffn.slices import num_chunks
@@ -25,6 +27,27 @@ def test_what_was_measured_wins_and_the_rest_is_heuristic():
 def test_an_unknown_device_runs_by_heuristic(monkeypatch):
     monkeypatch.setattr(tuning, "device_kind", lambda: "no such device")
     assert tuning.tuned("moe_ffn", (2816, 2048), {"chunks": 1}) == {"chunks": 1}
+
+
+def sizes_of(kernel, rows, columns):
+    """What a kernel takes for a model's block."""
+    [layout] = {b for spec in SPECS.values() for b in spec.layouts if (b.rows, b.columns) == (rows, columns)}
+    if kernel == grouped.KERNEL:
+        return vars(grouped.configure(layout, jnp.bfloat16, pairs_per_expert=100))
+    assert kernel == pallas_triton.KERNEL
+    return vars(configure(layout))
+
+
+@pytest.mark.parametrize("device", TABLE)
+def test_every_entry_is_of_a_models_block_and_changes_its_sizes(device, monkeypatch):
+    for name, sizes in TABLE[device].items():
+        kernel, rows, _, columns = name.split()
+        found = []
+        for here in (device, "no such device"):
+            monkeypatch.setattr(tuning, "device_kind", lambda here=here: here)
+            found.append(sizes_of(kernel, int(rows), int(columns)))
+        tuned, heuristic = found
+        assert tuned == heuristic | sizes != heuristic
 
 
 @pytest.mark.parametrize("device", [HERE, *TABLE])
