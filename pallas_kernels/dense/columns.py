@@ -65,12 +65,14 @@ def choose_cut(num_columns: int, operand, num_matrices: int = 1) -> Cut:
 def choose_cut_of_parts(shape: tuple[int, int], operand) -> Cut:
     """Returns the cut of a matrix [C, N] whose contraction may be summed in stretches, by whoever reads the parts.
 
-    Rows of a block are whole lines, and stretches no more than give every SM a program: their parts are read again. A
-    short stretch is in flight at once; of a longer one, the shared expert's beside the routed ones, three steps are.
+    Rows of a block are whole lines, and stretches no more than give every SM a program: their parts are read again.
+    Long ones are halved, two programs an SM: beside routed experts that began before, one gets too little of the
+    memory. A short stretch is in flight at once; of a longer one three steps are.
     """
     depth_total, num_columns = shape
     columns, depth = 64, 256 // jnp.dtype(operand).itemsize
     stretches = max(1, min(FULL_DEVICE // pl.cdiv(num_columns, columns), depth_total // depth, 8))
+    stretches *= 2 if depth_total > 8 * depth * stretches else 1
     num_stages = 5 if depth_total <= 4 * depth * stretches else 4
     return Cut(columns=columns, depth=depth, stretches=stretches, num_warps=4, num_stages=num_stages)
 
