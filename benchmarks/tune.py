@@ -39,7 +39,6 @@ from pallas_kernels import tuning_table
 from pallas_kernels.bitplane import BlockLayout
 from pallas_kernels.moe_ffn import grouped, pallas_triton
 from pallas_kernels.moe_ffn.arg_specs import SPECS, MoESpec
-from pallas_kernels.moe_ffn.slices import num_chunks
 from pallas_kernels.tuning import TABLE, device_kind, key
 
 ROOT = Path(__file__).parents[1]
@@ -90,17 +89,12 @@ def table_of(entries: dict[str, Sizes | None]) -> Iterator[None]:
 
 
 def decode_candidates(layout: BlockLayout) -> list[Sizes]:
-    """Returns sizes with twice and half the warps or a chunk more or less, with at most one chunk idle."""
-    count = num_chunks(layout)
+    """Returns sizes with fewer and more registers a thread, and with half the warps a program."""
     with table_of({}):
         heuristic = pallas_triton.configure(layout)
-    warps, chunks = heuristic.num_warps, heuristic.chunks
-    around = [(2 * warps, -(-chunks // 2)), (warps, chunks - 1), (warps, chunks + 1), (warps // 2, chunks)]
-    return [
-        {"num_warps": w, "chunks": g}
-        for w, g in around
-        if w and 0 < g <= count and w * g <= count + 1 and (w, g) != (warps, chunks)
-    ]
+    warps, registers = heuristic.num_warps, heuristic.registers
+    around = [(warps, registers + 16), (warps, registers - 16), (warps, registers + 40), (warps // 2, registers)]
+    return [{"num_warps": w, "registers": r} for w, r in around if w]
 
 
 def decode_trials(spec: MoESpec, arena: jax.Array, tables: list, pool: ThreadPoolExecutor) -> Iterator[Trial]:

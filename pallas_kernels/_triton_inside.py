@@ -12,7 +12,7 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect as tt_dialect
 from jax._src.pallas.triton import lowering
-from jax._src.state.types import ReadEffect, TransformedRef
+from jax._src.state.types import ReadEffect, TransformedRef, WriteEffect
 from jax.extend.core import Primitive
 
 PTX_LOADS = {
@@ -106,3 +106,70 @@ def _(table, index):
 def _(ctx, table, index):
     [result] = ctx.avals_out
     return tt_dialect.GatherOp(table, index, 0, results=[mlir.aval_to_ir_type(ctx.context.mlir_ctx, result)]).result
+
+
+asm_at_p = Primitive("asm_at")
+asm_at_p.multiple_results = True
+asm_like_p = Primitive("asm_like")
+asm_like_p.multiple_results = True
+
+
+def asm_at(place, text: str, value: jax.Array | None = None) -> None:
+    """Runs PTX with effects once a thread.
+
+    Args:
+      place: a view of one element, one-dimensional, whose address is ``$1``.
+      text: the instructions.
+      value: int32[1], ``$2``.
+    """
+    value = jnp.zeros(1, jnp.int32) if value is None else value
+    args_flat, tree = tree_util.tree_flatten((place.ref, tuple(place.transforms), value))
+    asm_at_p.bind(*args_flat, tree=tree, text=text)
+
+
+@asm_at_p.def_effectful_abstract_eval
+def _(*avals_flat, tree, text):
+    return [], {WriteEffect(0)}
+
+
+@lowering.register_lowering(asm_at_p)
+def _(ctx, *args_flat, tree, text):
+    pointer, [indexer], value = tree.unflatten(args_flat)
+    pointers = lowering._compute_pointers_from_indices(pointer, ctx.block_infos[0], indexer)
+    text += " mov.b32 $0, 0;"
+    tt_dialect.elementwise_inline_asm(
+        [value.type], text, constraints="=r,l,r", pure=False, packed_element=1, args=[pointers, value]
+    )
+    return []
+
+
+def asm_like(like: jax.Array, text: str, dtype=jnp.int32, results: int = 1, pack: int = 1) -> list[jax.Array]:
+    """Returns what PTX makes of ``pack`` consecutive elements of ``like`` at a time, laid out like it.
+
+    Args:
+      like: int32.
+      text: the instructions; registers are those of the first result, of the others, then of ``like``.
+      dtype: of the results, int32 or float32.
+      results: how many.
+      pack: elements of one register each.
+    """
+    return asm_like_p.bind(like, text=text, dtype=jnp.dtype(dtype).name, results=results, pack=pack)
+
+
+@asm_like_p.def_abstract_eval
+def _(like, *, text, dtype, results, pack):
+    return [core.ShapedArray(like.shape, jnp.dtype(dtype))] * results
+
+
+@lowering.register_lowering(asm_like_p)
+def _(ctx, like, *, text, dtype, results, pack):
+    letter = "f" if dtype == "float32" else "r"
+    made = tt_dialect.elementwise_inline_asm(
+        [mlir.aval_to_ir_type(ctx.context.mlir_ctx, aval) for aval in ctx.avals_out],
+        text,
+        constraints=",".join([f"=&{letter}"] * (results * pack) + ["r"] * pack),
+        pure=False,
+        packed_element=pack,
+        args=[like],
+    )
+    return [made] if results == 1 else list(made)

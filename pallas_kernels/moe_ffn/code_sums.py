@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of a linear-block's rows by sums over codes: the inside of the kernels of ``pallas_triton``.
 
-Names end in dimensions of their own: V, the 16 W rows of a program's W warps (``binary_dot``), K, the 16 words of a
-chunk or the 16 slices of a sum, Q, the four threads that share a row.
+Names end in dimensions of their own: V, the 8 W rows of a program's W warps (or 8 slices for each of them), K, the 16
+words of a chunk, Q, the four threads that share a row.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import load
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.binary_dot import ROWS, WORDS, binary_dot, both, multiply_add, warp_and_row
-from pallas_kernels.moe_ffn.slices import SLICES, Run, runs
+from pallas_kernels.moe_ffn.binary_dot import HALVES, ROWS, WORDS, binary_dot, both, multiply_add, per_row
+from pallas_kernels.moe_ffn.slices import SLICES, Run, num_chunks, runs
 
-INNER_BITS = 3
-"""Planes whose codes are summed at once. More were fewer instructions, but registers decide how many programs run."""
-
-HELD_BITS = 1
-"""Planes before those that stay in registers; the ones before them are read again, from L1, for every value of them."""
+INNER_BITS = 4
+"""Planes whose codes are summed at once: 2^4 sums of 16 slices for each of 8 rows are 64 registers a thread."""
 
 
 def split(position, size: int):
@@ -47,8 +43,9 @@ class Block:
       layout, num_warps: static.
       arena: ref int32[A, W].
       frames: ref int32[E, frames of a block].
-      e, bits: expert and bitwidth b.
-      first_row: of the program's 16 stored rows.
+      e: expert.
+      bits: bitwidth b; an int if it is known.
+      first_row: of the program's 8 W stored rows, all of one tile.
       max_bits: the largest that ``bits`` can be.
     """
 
@@ -57,29 +54,29 @@ class Block:
     arena: object
     frames: object
     e: jax.Array
-    bits: jax.Array
+    bits: int | jax.Array
     first_row: jax.Array
     max_bits: int
-
-    @property
-    def index_V1(self):
-        return jnp.arange(ROWS * self.num_warps, dtype=jnp.int32)[:, None]
-
-    @property
-    def warp_V1(self):
-        return warp_and_row(self.index_V1, self.num_warps)[0]
-
-    @property
-    def row_V1(self):
-        return self.first_row + warp_and_row(self.index_V1, self.num_warps)[1]
 
     @property
     def inner(self) -> int:
         return min(INNER_BITS, self.max_bits)
 
     @property
-    def held(self) -> int:
-        return min(HELD_BITS, self.max_bits - self.inner)
+    def outer(self) -> int:
+        """Planes before the inner ones, whose bits all sums of a turn share."""
+        return self.max_bits - self.inner
+
+    @property
+    def planes(self) -> list:
+        """[(its first frame in the table, whether it is there; None for always)] of planes b - max_bits .. b - 1."""
+        least, found = self.bits if isinstance(self.bits, int) else self.layout.min_bits, []
+        for i in range(self.max_bits):
+            widths = range(least, self.max_bits + 1)
+            starts = {b: self.layout.page_starts[max(b - self.max_bits + i, 0)] for b in widths}
+            there = None if least + i >= self.max_bits else self.bits + i >= self.max_bits
+            found.append((choose(self.bits, starts), there))
+        return found
 
     def lut_place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (frame, word in it) where the LUTs of stored rows begin."""
@@ -92,201 +89,163 @@ class Block:
         frame, word = split(start, layout.frame_words)  # a row's LUT lies in one frame
         return self.frames[self.e, frame], word
 
-    def lut(self, outer, place) -> list[jax.Array]:
-        """Returns the 2^inner entries of each row's LUT from code outer 2^inner on, float32[16 W, 1] each.
+    def lut(self, turn, place) -> list[jax.Array]:
+        """Returns two entries at a time of each row's LUT from code turn 2^inner on, int32 of the rows' shape.
 
         Those past the LUT's end are zeros. ``place``: ``lut_place`` of the rows.
         """
-        layout, inner = self.layout, self.inner
-        frame_V1, offset_V1 = place
-        offset_V1 += outer << (inner - 1)
-        entries = []
-        for i in range(2 ** (inner - 1)):
-            if 2 * i < 2**layout.min_bits:
-                pair_V1 = self.arena[frame_V1, offset_V1 + i]
-            else:
-                exists = jnp.broadcast_to((2 * i) >> self.bits == 0, offset_V1.shape) | (self.bits >= inner)
-                pair_V1 = load(self.arena.at[frame_V1, offset_V1 + i], mask=exists, other=jnp.int32(0))
-            for half_V1 in (pair_V1, pair_V1 >> 16):
-                half_V1 = lax.bitcast_convert_type(half_V1.astype(jnp.int16), jnp.float16)
-                entries.append(half_V1.astype(jnp.float32))
-        return entries
+        frame, offset = place
+        offset += turn << (self.inner - 1)
+        pairs = []
+        for i in range(2 ** (self.inner - 1)):
+            exists = None if isinstance(self.bits, int) else jnp.broadcast_to((2 * i) >> self.bits == 0, offset.shape)
+            pairs.append(load(self.arena.at[frame, offset + i], mask=exists, other=None if exists is None else 0))
+        return pairs
 
-    def places(self, step: int, last: int | None = None):
-        """Returns [(position_V1, stride_V1, mask)]: where the words of a step's chunks lie in a plane, up to columns.
+    def tile_places(self, run: Run, tile) -> list:
+        """Returns [(frame, word in it)] where the program's rows of a tile begin in each plane."""
+        layout = self.layout
+        group, row_in_tile = split(self.first_row, layout.tile_rows)
+        band_start = layout.rows * sum(width * count for width, count in layout.bands[: run.band])
+        tile_start = band_start + (group * layout.bands[run.band][1] + tile) * (layout.tile_rows * run.tile_words)
+        frame, word = split(tile_start + row_in_tile * run.tile_words, layout.frame_words)
+        return [(self.frames[self.e, first + frame], word) for first, _ in self.planes]
 
-        Args:
-          step: warp w takes chunk step W + w; may be an array if all chunks of steps up to ``last`` are of one run.
-          last: see ``step``.
-        """
-        layout, num_warps = self.layout, self.num_warps
-        chunk_V1 = step * num_warps + self.warp_V1
-        first, end = (0, (last + 1) * num_warps) if last is not None else (step * num_warps, (step + 1) * num_warps)
-        touched = [run for run in runs(layout) if run.chunk < end and run.chunk + run.chunks > first]
-        group_V1, row_in_tile_V1 = split(self.row_V1, layout.tile_rows)
+    def words(self, chunk: int) -> list[jax.Array]:
+        """Returns int32[8 W, 16] of each plane, a chunk's words; zeros where there are none."""
+        shape = ROWS * self.num_warps, WORDS
+        row_V1 = jnp.arange(shape[0], dtype=jnp.int32)[:, None]
         col_1K = jnp.arange(WORDS, dtype=jnp.int32)[None, :]
-
-        def place(run: Run):
-            tile_V1, word_V1 = run.tile_and_word(chunk_V1)
-            tiles = layout.bands[run.band][1]
-            band_start = layout.rows * sum(width * count for width, count in layout.bands[: run.band])
-            tile_start = band_start + (group_V1 * tiles + tile_V1) * (layout.tile_rows * run.tile_words)
-            return tile_start, word_V1 + row_in_tile_V1 * run.tile_words
-
-        found, wide = [], [run for run in touched if run.width == WORDS]
-        for run in wide:
-            here = chunk_V1 >= run.chunk
-            tile_start, word = place(run)
-            if found:
-                tile_start, word = jnp.where(here, tile_start, found[0][0]), jnp.where(here, word, found[0][1])
-            found = [(tile_start, word, None)]
-        if wide and wide[-1].chunk + wide[-1].chunks < end:
-            found = [(*found[0][:2], chunk_V1 < wide[-1].chunk + wide[-1].chunks)]
-        for run in touched:
-            if run.width < WORDS:
-                tile_start, word = place(run)
-                mask = (chunk_V1 == run.chunk) & (col_1K >= run.position) & (col_1K < run.position + run.width)
-                found.append((tile_start, word - run.position, mask))
-        return found
-
-    def words(self, plane, planes: range, places) -> jax.Array:
-        """Returns int32[16 W, 16], the words of a plane; zeros where ``places`` has none, or if the plane is negative.
-
-        Args:
-          plane: which; may be an array.
-          planes: what it can be.
-          places: see ``places``.
-        """
-        start = choose(plane, {p: self.layout.page_starts[p] for p in planes if p >= 0})
-        present = plane >= 0 if planes[0] < 0 else None
-        col_1K = jnp.arange(WORDS, dtype=jnp.int32)[None, :]
-        found = None
-        for tile_start_V1, word_V1, mask in places:
-            frame_V1, offset_V1 = split(tile_start_V1, self.layout.frame_words)
-            if all(width >= 4 for width, _ in self.layout.bands):
-                offset_V1 = pl.multiple_of(offset_V1 + word_V1, (4, 1))  # runs of 16 bytes
-            else:
-                offset_V1 = offset_V1 + word_V1
-            offset_VK = offset_V1 + col_1K
-            frame_VK = jnp.broadcast_to(self.frames[self.e, start + frame_V1], offset_VK.shape)
-            if present is not None:
-                mask = present if mask is None else mask & present
-            if mask is None:
-                words_VK = self.arena[frame_VK, offset_VK]
-            else:
-                mask = jnp.broadcast_to(mask, offset_VK.shape)
-                words_VK = load(self.arena.at[frame_VK, offset_VK], mask=mask, other=jnp.int32(0))
-            found = words_VK if found is None else found | words_VK
+        found = [jnp.zeros(shape, jnp.int32)] * self.max_bits
+        for run in runs(self.layout):
+            if not run.chunk <= chunk < run.chunk + run.chunks:
+                continue
+            tile, word = run.tile_and_word(chunk)
+            offset_VK = row_V1 * run.tile_words + word - run.position + col_1K
+            for i, (frame, start) in enumerate(self.tile_places(run, tile)):
+                here_VK = jnp.broadcast_to((col_1K >= run.position) & (col_1K < run.position + run.width), shape)
+                there = self.planes[i][1]
+                here_VK = here_VK if there is None else here_VK & there
+                place = self.arena.at[jnp.broadcast_to(frame, shape), start + offset_VK]
+                found[i] |= load(place, mask=here_VK, other=jnp.int32(0))
         return found
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """What a warp takes of its rows at a time: G chunks of each plane.
-
-    Attributes:
-      places: of each chunk (``Block.places``).
-      indices_V1: of each chunk, which one it is.
-      planes: int32[16 W, 16] of each chunk, of each of the last planes, held and inner.
-    """
-
-    places: list
-    indices_V1: list
-    planes: list
+def matches(planes: list, match: jax.Array | None, interpret: bool) -> list:
+    """Returns for each subset of the planes the columns that have all its ones, of those of ``match``."""
+    found = [jnp.full_like(planes[0], -1) if match is None else match]
+    for subset in range(1, 2 ** len(planes)):
+        last = [i for i in range(len(planes)) if subset >> (len(planes) - 1 - i) & 1][-2:]
+        rest = subset - sum(1 << (len(planes) - 1 - i) for i in last)
+        ones = [planes[i] for i in last] + ([found[rest]] if rest or match is not None else [])
+        found.append(ones[0] if len(ones) == 1 else ones[0] & ones[1] if len(ones) == 2 else both(*ones, interpret))
+    return found
 
 
-def load_chunks(block: Block, first, count: int, last: int | None = None) -> Chunks:
-    """Returns steps first .. first + count - 1 of ``Block.places``; ``last`` as there, if ``first`` is an array."""
-    layout, kept = block.layout, block.held + block.inner
-    places = [block.places(first + g, last) for g in range(count)]
-    least, most = layout.min_bits - kept, block.max_bits - kept
-    planes = [
-        [block.words(block.bits - kept + i, range(least + i, most + i + 1), place) for i in range(kept)]
-        for place in places
-    ]
-    return Chunks(places, [(first + g) * block.num_warps + block.warp_V1 for g in range(count)], planes)
+def load_slices(words, x_row, run: int, chunk, num_warps: int) -> list[jax.Array]:
+    """Returns the chunk's 16 slices of one run of a row for ``binary_dot``, both halves, int32[8 W, 16]."""
+    slice_V1 = jnp.arange(ROWS * num_warps, dtype=jnp.int32)[:, None] & (ROWS - 1)
+    place_VK = slice_V1 * WORDS + jnp.arange(WORDS, dtype=jnp.int32)[None, :] + chunk * (SLICES * WORDS)
+    return [words[x_row, run, place_VK + half * (ROWS * WORDS)] for half in range(HALVES)]
 
 
-def dot_chunks(block: Block, lut_place, chunks: Chunks, slices: tuple, x_row, y_VQ, interpret: bool) -> jax.Array:
-    """Returns y_VQ plus the products of these chunks, float32[16 W, 4] (see ``slices_to_number``).
+def add_chunk(block: Block, turn, planes: list, slices: list, sums: list, interpret: bool) -> list:
+    """Returns the sums of each subset of the inner planes with a chunk's added.
 
     Args:
-      lut_place: ``Block.lut_place`` of the rows, which no program should wait for again and again.
-      slices: refs of ``Slices.words_XBW`` and ``unit_X``.
-      x_row: which row of them.
+      turn: the outer planes' bits of the columns that count.
+      planes: a chunk's words of each plane.
+      slices: ``load_slices`` of it.
+      sums: int32[8 W, 16] each.
     """
-    bits, inner, held = block.bits, block.inner, block.held
-    words = slices[0]
-    shape = ROWS * block.num_warps, WORDS
-    slice_V1 = warp_and_row(block.index_V1, block.num_warps)[1]
-    num_runs = words.shape[1] // SLICES
-
-    def only(match, plane, bit):
-        return match & (plane ^ (bit - 1))
-
-    def add_codes(run, x, outer, y_VQ):
-        entries = block.lut(outer, lut_place)
-        matches = []
-        for place, planes in zip(chunks.places, chunks.planes, strict=True):
-
-            def reread(p, match, place=place):
-                plane = block.words(p, range(block.max_bits - inner - held), place)
-                return only(match, plane, (outer >> (bits - inner - 1 - p)) & 1)
-
-            match = jnp.full(shape, -1, jnp.int32)
-            if block.max_bits > inner + held:
-                match = lax.fori_loop(0, bits - inner - held, reread, match)
-            for i in range(held):  # those that are not there are zeros, and so are their bits of ``outer``
-                match = only(match, planes[i], (outer >> (held - 1 - i)) & 1)
-            matches.append(match)
-        sums = []
-        for subset in range(2**inner):
-            members = [held + i for i in range(inner) if subset >> (inner - 1 - i) & 1]
-            sum_VK = jnp.zeros(shape, jnp.int32)
-            for match, planes, x_VK in zip(matches, chunks.planes, x, strict=True):
-                for one, other in zip(members[::2], (members[1::2] + members[-1:])[: len(members[::2])], strict=True):
-                    match = both(match, planes[one], planes[other], interpret)
-                sum_VK = binary_dot(sum_VK, match, x_VK, interpret)
-            sums.append(slices_to_number(sum_VK, signed=run == num_runs - 1))
-        for bit in range(inner):  # from columns that have at least a code's ones to columns that have no others
-            for code in range(2**inner):
-                if not code >> bit & 1:
-                    sums[code] -= sums[code | 1 << bit]
-        for w_V1, sum_VQ in zip(entries, sums, strict=True):
-            s_VQ = sum_VQ.astype(jnp.float32) * 2.0 ** (SLICES * run)
-            y_VQ = multiply_add(jnp.broadcast_to(w_V1, s_VQ.shape), s_VQ, y_VQ, interpret)
-        return y_VQ
-
-    for run in range(num_runs):
-        slice_VK = jnp.broadcast_to(SLICES * run + slice_V1, shape)
-        col_1K = jnp.arange(WORDS, dtype=jnp.int32)[None, :]
-        x = [words[x_row, slice_VK, chunk_V1 * WORDS + col_1K] for chunk_V1 in chunks.indices_V1]
-        outer_codes = jnp.left_shift(1, jnp.maximum(bits - inner, 0))
-        y_VQ = lax.fori_loop(0, outer_codes, partial(add_codes, run, x), y_VQ)
-    return y_VQ
+    match = None
+    for i in range(block.outer):
+        of_plane = planes[i] ^ (((turn >> (block.outer - 1 - i)) & 1) - 1)
+        match = of_plane if match is None else match & of_plane
+    found = matches(planes[block.outer :], match, interpret)
+    for half in range(HALVES):  # the second of a subset's would wait for the first
+        sums = [binary_dot(s, m, slices[half], half, interpret) for s, m in zip(sums, found, strict=True)]
+    return sums
 
 
-def slices_to_number(sum_VK: jax.Array, signed: bool) -> jax.Array:
-    """Returns int32[V, 4]: the sums of slices 0 .. 15 as numbers, each of four parts still to be times 4^part.
+def add_turn(block: Block, run: int, runs_of_slices: int, sums: list, luts: list, ys: list, interpret: bool) -> list:
+    """Returns ``ys`` plus what a turn's sums are with their centroids, float32[8 W, 4] of rows 2q and of rows 2q + 1.
 
     Args:
-      sum_VK: int32[V, 16], a result of ``binary_dot``.
+      run, runs_of_slices: which 16 slices, and how many.
+      sums: of all columns (``add_chunk``).
+      luts: ``Block.lut`` of rows 2q, and of rows 2q + 1.
+    """
+    numbers = [slices_to_number(s, signed=run == runs_of_slices - 1) for s in sums]
+    for bit in range(block.inner):  # from columns that have at least a code's ones to columns that have no others
+        for code in range(2**block.inner):
+            if not code >> bit & 1:
+                numbers[code] = [a - b for a, b in zip(numbers[code], numbers[code | 1 << bit], strict=True)]
+    added = []
+    for y_VQ, pairs, of_rows in zip(ys, luts, zip(*numbers, strict=True), strict=True):
+        for code, number_VQ in enumerate(of_rows):
+            half_VQ = (pairs[code >> 1] >> (16 * (code & 1))).astype(jnp.int16)
+            w_VQ = lax.bitcast_convert_type(half_VQ, jnp.float16).astype(jnp.float32)
+            s_VQ = number_VQ.astype(jnp.float32) * 2.0 ** (SLICES * run)
+            y_VQ = multiply_add(w_VQ, s_VQ, y_VQ, interpret)
+        added.append(y_VQ)
+    return added
+
+
+def slices_to_number(sums: jax.Array, signed: bool) -> list[jax.Array]:
+    """Returns int32[8 W, 4] of rows 2q and of rows 2q + 1: slices g and g + 8 as numbers, still to be times 2^g.
+
+    Args:
+      sums: int32[8 W, 16], a result of ``binary_dot``.
       signed: whether slice 15 is worth - 2^15.
     """
-
-    def last_two(a):
-        return (half.reshape(half.shape[:-1]) for half in jnp.split(a, 2, axis=a.ndim - 1))
-
-    # Part q holds slices 2q, 2q + 1, 8 + 2q, 8 + 2q + 1.
-    even, odd = last_two(sum_VK.reshape(-1, 4, 2, 2))
-    q, high = (lax.broadcasted_iota(jnp.int32, even.shape, axis) for axis in (1, 2))
-    worth = jnp.where((q == 3) & (high == 1), -2, 2) if signed else 2
-    low, high = last_two(even + odd * worth)
-    return low + high * 256
+    g_V1 = jnp.arange(sums.shape[0], dtype=jnp.int32)[:, None] & (ROWS - 1)
+    worth = jnp.where(g_V1 == ROWS - 1, -256, 256) if signed else 256
+    return [low + high * worth for low, high in per_row(sums)]
 
 
-def finish_rows(block: Block, y_VQ: jax.Array, unit) -> jax.Array:
-    """Returns float32[16], the program's stored rows, from what its threads hold of them."""
-    part_1Q = jnp.left_shift(1, 2 * jnp.arange(4, dtype=jnp.int32)).astype(jnp.float32)[None, :]
-    y_V = jnp.sum(y_VQ * part_1Q, axis=1)
-    return jnp.sum(y_V.reshape(2, block.num_warps, 8), axis=1).reshape(ROWS) * unit
+def lut_rows(num_warps: int, odd: int) -> jax.Array:
+    """Returns which of the program's rows are 2q + ``odd`` of each warp, int32[8 W, 4]."""
+    index_V1 = jnp.arange(ROWS * num_warps, dtype=jnp.int32)[:, None]
+    return (index_V1 & -ROWS) + 2 * jnp.arange(4, dtype=jnp.int32)[None, :] + odd
+
+
+def dot_rows(block: Block, words, x_row, interpret: bool, staged=None) -> jax.Array:
+    """Returns W x of the program's rows, float32[8 W], still to be times the input's unit.
+
+    Args:
+      words: ref of ``Slices.words``.
+      x_row: which row of them.
+      staged: the rows in shared memory (``staged.Staged``), which have been asked for.
+    """
+    layout, runs_of_slices, places = block.layout, words.shape[1], None
+    slices_of = partial(load_slices, words, x_row, num_warps=block.num_warps)
+    if not (staged and staged.has_lut):
+        places = [block.lut_place(block.first_row + lut_rows(block.num_warps, odd)) for odd in range(2)]
+
+    def add(run: int, early: list, turn, ys: list) -> list:
+        luts = [block.lut(turn, place) for place in places or ()]
+        sums = [jnp.zeros((ROWS * block.num_warps, WORDS), jnp.int32)] * 2**block.inner
+        if staged and staged.looped:
+            sums = staged.add_tiles(turn, sums, partial(slices_of, run))
+        else:
+            for chunk in range(num_chunks(layout)):
+                slices = early[chunk] if early else slices_of(run, chunk)
+                planes = staged.words(chunk, slices[0]) if staged else block.words(chunk)
+                sums = add_chunk(block, turn, planes, slices, sums, interpret)
+        luts = luts or [staged.lut(turn, lut_rows(block.num_warps, odd)) for odd in range(2)]
+        return add_turn(block, run, runs_of_slices, sums, luts, ys, interpret)
+
+    ys = [jnp.zeros((ROWS * block.num_warps, 4), jnp.float32)] * 2
+    for run in range(runs_of_slices):
+        early = []
+        if staged and not staged.looped:
+            if not block.outer:  # while the planes are on their way
+                early = [slices_of(run, chunk) for chunk in range(num_chunks(layout))]
+            staged.wait()
+        turn = partial(add, run, early)
+        ys = lax.fori_loop(0, 2**block.outer, turn, ys) if block.outer else turn(0, ys)
+    slice_V1 = jnp.arange(ROWS * block.num_warps, dtype=jnp.int32)[:, None] & (ROWS - 1)
+    worth_V1 = jnp.left_shift(1, slice_V1).astype(jnp.float32)
+    even, odd = (jnp.sum((y_VQ * worth_V1).reshape(-1, ROWS, 4), axis=1) for y_VQ in ys)
+    return jnp.stack([even, odd], axis=2).reshape(-1)

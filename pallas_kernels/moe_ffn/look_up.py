@@ -22,6 +22,7 @@ from pallas_kernels._triton_inside import load_from
 from pallas_kernels.moe_ffn.binary_dot import ROWS, multiply_add
 from pallas_kernels.moe_ffn.code_sums import Block, choose, split
 from pallas_kernels.moe_ffn.slices import num_chunks, runs
+from pallas_kernels.moe_ffn.staged import look_up as look_up_shared
 
 LANES = 32
 """Words of a block: a warp's."""
@@ -45,20 +46,30 @@ def transposed(planes: list[jax.Array]) -> list[jax.Array]:
     return words
 
 
-def dot_rows(block: Block, rows: int, first, x, x_rows: list, field_bits: int, interpret: bool) -> list[jax.Array]:
+def dot_rows(
+    block: Block, rows: int, first, x, x_rows: list, field_bits: int, interpret: bool, luts: jax.Array | None = None
+) -> list[jax.Array]:
     """Returns [W x], float32[rows] of each of ``x_rows``: ``rows`` of the block's rows from its row ``first`` on.
 
     Args:
       x: ref of the inputs, bfloat16 or float32 [X, C].
       x_rows: which of them.
       field_bits: B, at least the bitwidth.
+      luts: where those of the program's rows begin in shared memory (``staged.stage_luts``).
     """
     layout, bits, arena, frames, e = block.layout, block.bits, block.arena, block.frames, block.e
-    row_R1 = first + jnp.arange(rows, dtype=jnp.int32)[:, None]
+    row_R1 = block.first_row + first + jnp.arange(rows, dtype=jnp.int32)[:, None]
+    group, first_in_tile = split(block.first_row + first, layout.tile_rows)  # all of them are of one tile
+    row_in_tile_R1 = first_in_tile + jnp.arange(rows, dtype=jnp.int32)[:, None]
     k_1K = jnp.arange(LANES, dtype=jnp.int32)[None, :]
-    frame_R1, lut_R1 = block.lut_place(block.first_row + row_R1)
+    if luts is None:
+        frame_R1, lut_R1 = block.lut_place(row_R1)
+    else:
+        shared_R1 = luts + jnp.left_shift(2 * (row_R1 - block.first_row), block.bits)
 
     def look_up(code_RK):
+        if luts is not None:
+            return look_up_shared(shared_R1 + 2 * code_RK)
         if not interpret:
             return load_from(arena.at[frame_R1, lut_R1], code_RK, jnp.float16)
         pair_RK = arena[jnp.broadcast_to(frame_R1, code_RK.shape), lut_R1 + (code_RK >> 1)]
@@ -68,7 +79,8 @@ def dot_rows(block: Block, rows: int, first, x, x_rows: list, field_bits: int, i
     def add_chunk(chunk, sums):
         word_1K, tile_1K, stride_1K, column_1K, exists_1K = places(chunk)
         frame_1K, offset_1K = split(tile_1K, layout.frame_words)
-        offset_RK, exists_RK = offset_1K + word_1K + row_R1 * stride_1K, jnp.broadcast_to(exists_1K, (rows, LANES))
+        offset_RK = offset_1K + word_1K + row_in_tile_R1 * stride_1K
+        exists_RK = jnp.broadcast_to(exists_1K, (rows, LANES))
         planes = []
         for i in range(min(field_bits, layout.max_bits)):
             plane = bits - 1 - i
@@ -102,7 +114,6 @@ def dot_rows(block: Block, rows: int, first, x, x_rows: list, field_bits: int, i
 
     def places(chunk):
         """Where lanes lie: first word in the tile's row 0, tile's first word, T, column of bit 0, whether at all."""
-        group = block.first_row // layout.tile_rows
         word = tile = stride = column = jnp.zeros((1, LANES), jnp.int32)
         exists = jnp.zeros((1, LANES), jnp.bool_)
         for run in runs(layout, LANES):
@@ -128,7 +139,7 @@ WARP_ROWS = 4
 """Rows of a block for each warp: few, so that their LUTs stay in L1."""
 
 
-def row_blocks(num_warps: int) -> tuple[int, int]:
-    """Returns (blocks of a program's 16 rows, rows of each)."""
-    rows = min(WARP_ROWS * num_warps, ROWS)
-    return ROWS // rows, rows
+def row_blocks(num_warps: int, tile_rows: int) -> tuple[int, int]:
+    """Returns (blocks of a program's 8 W rows, rows of each)."""
+    rows = min(WARP_ROWS * num_warps, tile_rows)
+    return ROWS * num_warps // rows, rows

@@ -6,14 +6,14 @@ Up to 5 bits no weight is looked up. A LUT of 2^b entries a row makes a product 
       y_n  =  sum_k LUT[n, k] S_nk             S_nk  =  sum of x_c over the columns c whose code is k
 
 The columns with code k are the ones of a 0/1 matrix that is an AND of bit-planes or their complements; x is cut into
-bit-slices (``slices.py``). Then S_nk is a product of 0/1 matrices, 16 x 512 x 16 bits in four instructions
-(``binary_dot.py``), and the work per weight is some 2^b ANDs per 32 of them. Codes are taken 2^3 at a time: those whose
-high bits are o, for each o of 2^(b - 3). Work doubles with every bit, so the wider bitwidths are looked up
-(``look_up.py``).
+bit-slices (``slices.py``). Then S_nk is a product of 0/1 matrices, 16 slices x 512 bits x 8 rows in two instructions
+(``binary_dot.py``), and the work per weight is some 2^b ANDs per 32 of them. Codes are taken 2^4 at a time; at 5 bits
+in two turns, one for each value of the first plane. Work doubles with every bit, so the wider bitwidths are looked up
+(``look_up.py``). Planes and LUTs come through shared memory (``staged.py``).
 
-A program computes 16 stored rows of one linear-block for all tokens that selected its expert; its W warps take every
-W-th chunk of 16 words, or rows of their own. The way of a sum follows from the bitwidth and the block alone: a row's
-result depends neither on the other rows of the call nor on how many there are.
+A program computes 8 W stored rows of one linear-block, for a pair or for all tokens that selected its expert; each of
+its W warps 8 of them. The way of a sum follows from the bitwidth and the block alone: a row's result depends neither on
+the other rows of the call nor on how many there are.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load
+from pallas_kernels._triton_inside import limit_registers
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.binary_dot import ROWS, WORDS
-from pallas_kernels.moe_ffn.code_sums import Block, dot_chunks, finish_rows, load_chunks
+from pallas_kernels.moe_ffn.binary_dot import ROWS as WARP_ROWS
+from pallas_kernels.moe_ffn.binary_dot import WORDS
+from pallas_kernels.moe_ffn.code_sums import Block
+from pallas_kernels.moe_ffn.code_sums import dot_rows as dot_rows_by_codes
 from pallas_kernels.moe_ffn.look_up import FIELD_BITS, dot_rows, row_blocks
 from pallas_kernels.moe_ffn.pages import ACTIVATIONS, WeightPages
-from pallas_kernels.moe_ffn.slices import Slices, num_chunks, runs, slice_columns
+from pallas_kernels.moe_ffn.slices import Slices, num_chunks, slice_columns
+from pallas_kernels.moe_ffn.staged import Staged, can_stage, declare, is_looped, lut_bytes, stage_luts
 from pallas_kernels.tuning import tuned
 
 KERNEL = "moe_ffn"
 """Its name in the table of block sizes."""
 
-SUMMED_BITS = 4, 5
-"""Up to which bitwidths codes are summed, each by a part of the kernel of its own: what the second needs to read planes
-again would cost the first 15 %. Beyond, look-up costs the same for all, where sums double with every bit."""
+SUMMED_BITS = 3, 4, 5
+"""Up to which bitwidths codes are summed, each by a part of the kernel of its own: a plane that is not there costs as
+much as one that is. Beyond, look-up costs the same for all, where sums double with every bit."""
 
 PAIRS_AT_ONCE = 2
 """That share the look-up of a weight, where tokens share experts."""
@@ -51,19 +55,15 @@ time. Of more tokens, and of looked up weights, the pairs of one expert share a 
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is cut into programs; no result depends on it beyond the order in which float32 numbers are added.
+    """How a kernel is cut into programs; no result depends on it.
 
     Attributes:
-      num_warps: W of a program, a power of two.
-      chunks: G, of each plane that a warp holds at a time.
+      num_warps: W of a program, 1 or 2.
+      registers: of a thread, at most.
     """
 
     num_warps: int
-    chunks: int
-
-    def slice_words(self, layout: BlockLayout) -> int:
-        """Returns how many words of a slice the programs read."""
-        return -(-num_chunks(layout) // self.num_warps) * self.num_warps * WORDS
+    registers: int
 
 
 def linear_block(
@@ -101,35 +101,23 @@ def linear_block(
     num_pairs = ids_P.shape[0]
     pairs_per_row = num_pairs // slices.unit_X.shape[0]
     num_experts = frames_EF.shape[0]
-    num_warps, steps = config.num_warps, -(-num_chunks(layout) // config.num_warps)
+    num_warps, rows = config.num_warps, WARP_ROWS * config.num_warps
     together = num_tokens > APART_TOKENS
     by_expert = together and num_experts < num_pairs  # a program per expert, else per pair: its expert's first one
-    slots, num_blocks = num_experts if by_expert else num_pairs, layout.rows // ROWS
+    slots, num_blocks = num_experts if by_expert else num_pairs, layout.rows // rows
 
     def kernel(arena, frames, bits_ref, ids, x, words, unit, out_ref):
         program, slot = pl.program_id(0), pl.program_id(1)
+        stage = not interpret and can_stage(layout)
+        if stage:
+            program = limit_registers(program, config.registers)
+            declare(arena, layout, min(layout.max_bits, SUMMED_BITS[-1]), num_warps)
         e = slot if by_expert else ids[slot]
         pair_Z = jnp.arange(pl.next_power_of_2(num_pairs), dtype=jnp.int32)
 
         def next_pair(after):
             ids_Z = load(ids.at[pair_Z], mask=pair_Z < num_pairs, other=jnp.int32(num_experts))
             return jnp.min(jnp.where((ids_Z == e) & (pair_Z > after), pair_Z, num_pairs))
-
-        def product(block, lut_place, chunks, x_row):
-            dot = partial(dot_chunks, block, lut_place, slices=(words, unit), x_row=x_row, interpret=interpret)
-            y_VQ = jnp.zeros((ROWS * num_warps, 4), jnp.float32)
-            if chunks is not None:
-                return dot(chunks, y_VQ=y_VQ)
-            first = runs(layout)[0]
-            looped = first.chunks // (num_warps * config.chunks) if first.width == WORDS else 0
-
-            def body(s, y_VQ):
-                return dot(load_chunks(block, s * config.chunks, config.chunks, looped * config.chunks - 1), y_VQ=y_VQ)
-
-            y_VQ = lax.fori_loop(0, looped, body, y_VQ)
-            for step in range(looped * config.chunks, -(-num_chunks(layout) // num_warps), config.chunks):
-                y_VQ = dot(load_chunks(block, step, min(config.chunks, steps - step)), y_VQ=y_VQ)
-            return y_VQ
 
         def store(pair, index, y_R):
             """The rows that are block ``index`` of so many."""
@@ -138,18 +126,18 @@ def linear_block(
             def _():
                 out_ref[pair, pl.ds(index * y_R.shape[0], y_R.shape[0])] = y_R.astype(out_ref.dtype)
 
-        def by_code_sums(block, lut_place, chunks, pairs):
+        def by_code_sums(block, staged, pairs):
             [pair] = pairs
             x_row = pair // pairs_per_row
             unit_of_x = unit[x_row]  # early: it is there when it is needed
-            store(pair, program, finish(finish_rows(block, product(block, lut_place, chunks, x_row), unit_of_x)))
+            store(pair, program, finish(dot_rows_by_codes(block, words, x_row, interpret, staged) * unit_of_x))
 
-        def by_look_up(block, field_bits, pairs):
-            blocks, rows = row_blocks(num_warps)
+        def by_look_up(block, field_bits, luts, pairs):
+            blocks, block_rows = row_blocks(num_warps, layout.tile_rows)
 
             def store_rows(row_block, _):
                 x_rows = [jnp.minimum(pair, num_pairs - 1) // pairs_per_row for pair in pairs]
-                products = dot_rows(block, rows, row_block * rows, x, x_rows, field_bits, interpret)
+                products = dot_rows(block, block_rows, row_block * block_rows, x, x_rows, field_bits, interpret, luts)
                 for pair, y_R in zip(pairs, products, strict=True):
                     store(pair, program * blocks + row_block, finish(y_R))
 
@@ -157,7 +145,7 @@ def linear_block(
 
         def run(bits, first):
             """The program's pairs: its own, or those of its expert from the first on."""
-            block = partial(Block, layout, num_warps, arena, frames, e, bits, program * ROWS)
+            block = partial(Block, layout, num_warps, arena, frames, e, first_row=program * rows)
 
             def each(at_once, shared, products):
                 if not shared:
@@ -174,23 +162,27 @@ def linear_block(
                 start = first if together else jnp.where(next_pair(-1) == slot, slot, num_pairs)
                 lax.while_loop(lambda pair: pair < num_pairs, body, start)
 
-            def sums(most):
-                summed = block(most)
-                lut_place = summed.lut_place(summed.row_V1)
-                chunks = load_chunks(summed, 0, steps) if steps <= config.chunks else None
-                each(1, together, partial(by_code_sums, summed, lut_place, chunks))
+            def sums(least, most):
+                summed = block(bits=most if least == most else bits, max_bits=most)
+                staged = Staged(summed) if stage else None
+                if staged and not staged.looped:
+                    staged.request()
+                each(1, together, partial(by_code_sums, summed, staged))
 
             least = layout.min_bits
             for most in SUMMED_BITS:
                 if least <= min(layout.max_bits, most):
-                    pl.when((bits >= least) & (bits <= most))(partial(sums, min(layout.max_bits, most)))
+                    pl.when((bits >= least) & (bits <= most))(partial(sums, least, min(layout.max_bits, most)))
                     least = most + 1
+
+            def looked_up(field_bits):
+                wide = block(bits=bits, max_bits=layout.max_bits)
+                luts = stage_luts(wide) if stage and lut_bytes(layout, num_warps) else None
+                each(PAIRS_AT_ONCE, num_tokens > 1, partial(by_look_up, wide, field_bits, luts))
 
             for field_bits in FIELD_BITS:
                 if least <= min(layout.max_bits, field_bits):
-                    products = partial(by_look_up, block(layout.max_bits), field_bits)
-                    share = partial(each, PAIRS_AT_ONCE, num_tokens > 1, products)
-                    pl.when((bits >= least) & (bits <= field_bits))(share)
+                    pl.when((bits >= least) & (bits <= field_bits))(partial(looked_up, field_bits))
                     least = field_bits + 1
 
         for start in range(0, num_pairs, slots):
@@ -215,19 +207,15 @@ def linear_block(
         compiler_params=CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gate_up" if layout.interleaved else "down",
-    )(ints, frames_EF, bits_EU, ids_P, x_XC, slices.words_XBW, slices.unit_X)
+    )(ints, frames_EF, bits_EU, ids_P, x_XC, slices.words, slices.unit_X)
 
 
 def configure(layout: BlockLayout) -> Config:
     """Returns the size of the programs of a block: the table's, or what was fastest for such a block on an H200.
 
-    It decides the order in which float32 numbers are added, so it must not depend on the number of tokens.
+    More registers let a warp ask for more at a time, fewer let more programs run: long rows have enough to ask for.
     """
-    count = num_chunks(layout)
-    if count <= 6:
-        heuristic = Config(num_warps=1, chunks=count if count <= 4 else 3)
-    else:
-        heuristic = Config(num_warps=2, chunks=2)
+    heuristic = Config(num_warps=2, registers=168 if is_looped(layout) else 128)
     return Config(**tuned(KERNEL, (layout.rows, layout.columns), vars(heuristic)))
 
 
@@ -250,7 +238,7 @@ def moe_ffn(
         return act(gate_R) * up_R
 
     def sliced(x_XC, layout):
-        return slice_columns(x_XC, layout, configure(layout).slice_words(layout), interpret=interpret)
+        return slice_columns(x_XC, layout, num_chunks(layout) * WORDS, interpret=interpret)
 
     def product(layout, frames_EF, kind, x_XC, slices, out, *finish):
         return linear_block(

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.binary_dot import WORDS
+from pallas_kernels.moe_ffn.binary_dot import WORDS, slice_place
 
 SLICES = 16
 """Slices that one ``binary_dot`` multiplies; float32 inputs take two runs of them."""
@@ -85,12 +85,13 @@ class Slices:
     """Bit-slices of X rows.
 
     Attributes:
-      words_XBW: int32, W words of each slice in the order of ``runs``.
+      words: int32[X, B / 16, 16 W], W words of each of 16 slices in the order of ``runs``, each chunk's in that of
+        ``slice_place``.
       unit_X: float32, 2^-s.
       square_X: float32, sum_c x_c^2.
     """
 
-    words_XBW: jax.Array
+    words: jax.Array
     unit_X: jax.Array
     square_X: jax.Array
 
@@ -148,17 +149,17 @@ def slice_columns(
         scaled = x_JW * _power_of_two(s)
         q = jnp.clip(scaled + jnp.where(scaled < 0, -0.5, 0.5), -most, most).astype(jnp.int32)
         n = group * PROGRAM_SLICES + jnp.arange(PROGRAM_SLICES, dtype=jnp.int32)
-        at = pl.ds(group * PROGRAM_SLICES, PROGRAM_SLICES), pl.ds(chunk * WORDS, WORDS)
+        at = n[:, None] // SLICES, chunk * (SLICES * WORDS) + slice_place(n[:, None] & (SLICES - 1), w)
         words_out[row, *at] = jnp.sum(((q[None] >> n[:, None, None]) & 1) << j[None], axis=1)
 
     any_space = pl.BlockSpec(memory_space=pl.ANY)
-    words_XBW, unit_X, square_X = pl.pallas_call(
+    words_out, unit_X, square_X = pl.pallas_call(
         kernel,
         grid=(num_rows, words // WORDS, bits // PROGRAM_SLICES),
         in_specs=[any_space],
         out_specs=[any_space] * 3,
         out_shape=[
-            jax.ShapeDtypeStruct((num_rows, bits, words), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, bits // SLICES, words * SLICES), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
         ],
@@ -166,4 +167,4 @@ def slice_columns(
         interpret=interpret,
         name="slice_columns",
     )(x_XC)
-    return Slices(words_XBW, unit_X, square_X)
+    return Slices(words_out, unit_X, square_X)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bitplane import BlockLayout
-from pallas_kernels.moe_ffn.slices import WORDS, num_chunks, num_slices, runs, slice_columns
+from pallas_kernels.moe_ffn.binary_dot import slice_place
+from pallas_kernels.moe_ffn.slices import SLICES, WORDS, num_chunks, num_slices, runs, slice_columns
 
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 COLUMNS = [2048, 1408, 2816, 704, 160, 96, 4096 + 2048]  # bands of 64; 32, 8, 4; 64, 16, 8; 16, 4, 2; 4, 1; 2, 1; 64
@@ -24,8 +25,11 @@ def sliced(x, layout, interpret, *ids):
 
 def join(slices, layout):
     """Returns the rows that the slices stand for, float64."""
-    words = np.asarray(slices.words_XBW)
-    rows, num, _ = words.shape
+    placed = np.asarray(slices.words)
+    num = placed.shape[1] * SLICES
+    n, word = np.mgrid[:num, : placed.shape[2] // SLICES]
+    words = placed[:, n // SLICES, word // WORDS * (SLICES * WORDS) + slice_place(n % SLICES, word % WORDS)]
+    rows = len(words)
     worth = 2.0 ** np.arange(num)
     worth[-1] *= -1
     bit = (words[:, :, None, :] >> np.arange(32)[:, None]) & 1  # [X, B, 32, W]

@@ -9,7 +9,6 @@ from pallas_kernels import tuning
 from pallas_kernels.moe_ffn import grouped, pallas_triton
 from pallas_kernels.moe_ffn.arg_specs import SPECS
 from pallas_kernels.moe_ffn.pallas_triton import configure
-from pallas_kernels.moe_ffn.slices import num_chunks
 from pallas_kernels.tuning_table import TABLE
 
 HERE = jax.devices()[0].device_kind
@@ -52,10 +51,11 @@ def test_every_entry_is_of_a_models_block_and_changes_its_sizes(device, monkeypa
 
 @pytest.mark.parametrize("device", [HERE, *TABLE])
 @pytest.mark.parametrize("name", SPECS)
-def test_programs_cover_all_columns_with_few_spare_warps(name, device, monkeypatch):
+def test_programs_divide_the_rows_and_fit_a_multiprocessor(name, device, monkeypatch):
     monkeypatch.setattr(tuning, "device_kind", lambda: device)
     for layout in SPECS[name].layouts:
         config = configure(layout)
-        assert config.num_warps & (config.num_warps - 1) == 0
-        assert 1 <= config.chunks <= num_chunks(layout)
-        assert config.num_warps * config.chunks < 2 * num_chunks(layout) + 1
+        assert layout.rows % (8 * config.num_warps) == 0
+        assert layout.tile_rows % (8 * config.num_warps) == 0, "a program's rows are of one tile"
+        assert config.registers % 8 == 0
+        assert 32 * config.num_warps * config.registers <= 65536
