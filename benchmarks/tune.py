@@ -8,8 +8,8 @@ the routed experts of a decode step at 3, 4 and 5 bits, for one token and for a 
 and 8 bits. Programs are compiled side by side, most important first, until two thirds of the time are over; then each
 is timed by JAX's profiler, kernels alone, in turn and several times. Sizes enter the table if they take 3 % less than
 the heuristic's, by the geometric mean over tokens and bitwidths: less is noise. A block has one entry for all numbers
-of tokens, since the order of sums follows from it. Entries of other devices are kept, and those of shapes that time
-did not suffice for.
+of tokens: the order of a kernel's sums may follow from its sizes. Entries of other devices are kept, and those of
+shapes that time did not suffice for.
 """
 
 import argparse
