@@ -153,6 +153,6 @@ def test_experts_in_sixteen_bits_are_not_copied_to_float32(tiny_config):
     float32_bytes = 4 * 64 * 3 * 256 * 256
     lowered = hessian._run_batch.lower(config, 0, w, x_BSD)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < float32_bytes / 8
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):  # later ones leave it in the loop anyway
         hoisted = lowered.compile(compiler_options={"xla_disable_hlo_passes": ""})
         assert hoisted.memory_analysis().temp_size_in_bytes > float32_bytes

@@ -147,7 +147,8 @@ def test_pages_land_through_the_kernel_as_they_do_through_xla(tiny, interpreted)
 def cuda_device():
     """A context that lowers as a process on an H200 would."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+    auto = (jax.sharding.AxisType.Auto,)  # sharding rules would have a say within kernels otherwise, in JAX 0.11
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device))
 
 
 def abstract_model(config, rows):
