@@ -93,7 +93,7 @@ def linear_block(
       x_XC: inputs; pair p reads row p // (P / X).
       slices: of the inputs.
       out: shape and dtype of the result.
-      finish: from a program's 16 stored rows to what it stores, 16 or 8 numbers.
+      finish: from a program's stored rows to what it stores, as many numbers or half as many.
       num_tokens: T that the pairs belong to.
       config: size of a program.
       interpret: runs on any backend, slowly.
