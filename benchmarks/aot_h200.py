@@ -33,7 +33,7 @@ from pallas_kernels.moe_ffn.arg_specs import SPECS, abstract_args  # noqa: E402
 
 NUM_FRAMES = 600_000
 SPILLED_BYTES = 128
-"""A kernel may spill as much as that: Gemma 4's gate_up and down spill 80 and 68, and are slower with more registers."""
+"""A kernel may spill as much as that: Gemma 4's gate_up and down spill 80 and 68; more registers cost more."""
 TARGET = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"
