@@ -23,7 +23,7 @@ import numpy as np
 from pagedweight_jax.calibrate import clusters
 from pagedweight_jax.calibrate.clusters import Array
 from pagedweight_jax.calibrate.rows_jax import JaxRows
-from pagedweight_jax.calibrate.rows_numpy import NumpyRows
+from pagedweight_jax.calibrate.rows_numpy import NumpyRows, even_slices
 from pagedweight_jax.errors import UserError
 
 CHUNK_ROWS, CHUNK_WEIGHTS = 384, 3 << 18
@@ -57,9 +57,7 @@ class AnyPrecision:
 
 def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
     """Returns a linear-block's rows in chunks of like size, as a processor takes them."""
-    most = max(1, min(CHUNK_ROWS, CHUNK_WEIGHTS // num_columns))
-    step = -(-num_rows // -(-num_rows // most))
-    return [slice(n, min(n + step, num_rows)) for n in range(0, num_rows, step)]
+    return even_slices(num_rows, min(CHUNK_ROWS, CHUNK_WEIGHTS // num_columns))
 
 
 def positive_importance(importance_EC: np.ndarray) -> np.ndarray:

@@ -22,10 +22,15 @@ LEAST_RANGE = np.float32(1e-25)
 """Rows of smaller weights have few places that differ: their scale must not overflow."""
 
 
-def pieces(num_rows: int, num_columns: int) -> list[slice]:
-    """Returns the rows in pieces of like size, each of ``PIECE_WEIGHTS`` weights at most or of one row."""
-    step = -(-num_rows // -(-num_rows * num_columns // PIECE_WEIGHTS))
+def even_slices(num_rows: int, most: int) -> list[slice]:
+    """Returns the rows in slices of like size, of at most so many rows, and of one at least."""
+    step = -(-num_rows // -(-num_rows // max(1, most)))
     return [slice(r, min(r + step, num_rows)) for r in range(0, num_rows, step)]
+
+
+def pieces(num_rows: int, num_columns: int) -> list[slice]:
+    """Returns the rows in slices of ``PIECE_WEIGHTS`` weights at most."""
+    return even_slices(num_rows, PIECE_WEIGHTS // num_columns)
 
 
 class NumpyRows:

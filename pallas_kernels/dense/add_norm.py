@@ -20,6 +20,12 @@ MAX_TOKENS = 64
 """More rows fill the device with XLA's kernels, too, and XLA adds the addends up as it makes them."""
 
 
+def over_rms(x_C: jax.Array, num_columns: int, eps: float) -> jax.Array:
+    """Returns a row within a kernel over its root mean square; ``x_C`` is zeros past its columns."""
+    x32_C = x_C.astype(jnp.float32)
+    return (x32_C * lax.rsqrt(jnp.sum(x32_C * x32_C) / num_columns + eps)).astype(x_C.dtype)
+
+
 def add_norm(
     x_TD: jax.Array,
     norm_D: jax.Array,
@@ -55,9 +61,7 @@ def add_norm(
         if addends:
             x_C = x_C + reference.ordered_sum(addends).astype(x_C.dtype)
         store(x_out.at[t, c_C], x_C, mask=inside_C)
-        x32_C = x_C.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(x32_C * x32_C) / num_columns + eps)
-        normed_C = (x32_C * scale).astype(x_C.dtype) * read(norm).astype(x_C.dtype)
+        normed_C = over_rms(x_C, num_columns, eps) * read(norm).astype(x_C.dtype)
         store(normed_out.at[t, c_C], normed_C, mask=inside_C)
 
     out_shape = (jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype),) * 2

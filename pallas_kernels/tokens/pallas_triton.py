@@ -12,13 +12,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import CompilerParams, load, store
 from pallas_kernels.dense import pallas_triton as dense
-from pallas_kernels.dense.add_norm import NUM_WARPS
+from pallas_kernels.dense.add_norm import MAX_TOKENS, NUM_WARPS, over_rms
 from pallas_kernels.dense.columns import ROWS, Cut, block_columns, choose_cut, launch, multiply, operand_dtype
 from pallas_kernels.tokens import noise, reference
 from pallas_kernels.tokens.reference import HIGHEST
-
-MAX_TOKENS = 64
-"""More rows fill the device with XLA's kernels, too."""
 
 LOWEST = -HIGHEST - 1
 
@@ -49,9 +46,7 @@ def read_tokens(
         store(cos_out.at[t, r_R], jnp.cos(angle_R), mask=inside_R)
         store(sin_out.at[t, r_R], jnp.sin(angle_R), mask=inside_R)
         store(x_out.at[t, c_D], x_D, mask=inside_D)
-        x32_D = x_D.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(x32_D * x32_D) / width + eps)
-        store(normed_out.at[t, c_D], (x32_D * scale).astype(x_D.dtype) * norm_D.astype(x_D.dtype), mask=inside_D)
+        store(normed_out.at[t, c_D], over_rms(x_D, width, eps) * norm_D.astype(x_D.dtype), mask=inside_D)
 
     rows = jax.ShapeDtypeStruct((num_tokens, width), embed_VD.dtype)
     angles = jax.ShapeDtypeStruct((num_tokens, num_angles), jnp.float32)
